@@ -1,0 +1,78 @@
+/* Asynchronous direct I/O over io_uring, libaio or threads.
+ *
+ * One queue has one thread.  aio_submit() puts whole transfers into two heaps (reads, writes), ordered
+ * by deadline, then by submission; the queue thread cuts them into blocks, keeps `read_depth` and
+ * `write_depth` blocks in flight, re-queues the rest of a short transfer, retries EINTR and EAGAIN,
+ * and completes the ticket when the last block is done.  A more urgent transfer waits for at most
+ * the blocks already in flight.
+ *
+ * Every function returns 0 or a count, or -errno.  Nothing prints, nothing exits.
+ */
+#ifndef OFFLOAD_AIO_H
+#define OFFLOAD_AIO_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+enum aio_op { AIO_READ = 0, AIO_WRITE = 1 };
+enum aio_backend_id { AIO_AUTO = 0, AIO_URING = 1, AIO_LIBAIO = 2, AIO_THREADS = 3, AIO_FAULTS = 4 };
+
+/* Two descriptors of one file.  `direct_fd` is -1 where O_DIRECT is refused; then everything goes through
+ * `buffered_fd`.  `alignment` (bytes, power of two, >= 512) is what O_DIRECT asks of address, offset and length;
+ * the unaligned ends of a transfer are cut at max(alignment, 4096) and go through `buffered_fd`. */
+typedef struct aio_file {
+    int direct_fd;
+    int buffered_fd;
+    uint32_t alignment;
+} aio_file;
+
+typedef struct aio_queue aio_queue;
+typedef struct aio_ticket aio_ticket;
+
+typedef struct aio_config {
+    int backend;          /* enum aio_backend_id; AIO_AUTO probes in the order of the enum */
+    uint32_t block_bytes; /* multiple of 4096 */
+    uint32_t read_depth;  /* blocks in flight, >= 1 */
+    uint32_t write_depth;
+    uint32_t num_threads; /* of the threads backend; 0: read_depth + write_depth, at most 16 */
+} aio_config;
+
+/* Called on the queue thread when a transfer has ended.  May submit; must not block or wait.
+ * `error`: 0 or errno (positive). */
+typedef void (*aio_done_fn)(void *arg, int error, uint64_t bytes_done);
+
+typedef struct aio_request {
+    int op;
+    const aio_file *file; /* must outlive the transfer */
+    void *buf;            /* must outlive the transfer */
+    uint64_t offset;
+    uint64_t bytes;
+    uint64_t deadline; /* smaller is more urgent */
+    aio_done_fn done;  /* may be NULL */
+    void *arg;
+} aio_request;
+
+/* A finished transfer, as its ticket tells it. */
+typedef struct aio_result {
+    int error;           /* 0 or errno (positive); ECANCELED after aio_cancel */
+    uint64_t bytes_done; /* of the transfer */
+    uint64_t offset;     /* where the first failed block started */
+} aio_result;
+
+int aio_queue_open(const aio_config *config, aio_queue **out);
+/* Cancel what is not submitted, wait for what is in flight, join the thread.  All tickets stay valid until released. */
+void aio_queue_close(aio_queue *queue);
+int aio_queue_backend(const aio_queue *queue); /* the backend that was chosen */
+
+/* Requests whose buffer lies inside a registered region use fixed buffers (io_uring; other backends accept and ignore).
+ * Before the first submit.  -ENOMEM, -EPERM ... where memory may not be locked: everything works without. */
+int aio_register(aio_queue *queue, void *base, size_t bytes);
+
+/* Queue `count` transfers, all or none.  tickets[i] (one reference each, released by aio_release) may be NULL as a whole
+ * when completion is told through `done`. */
+int aio_submit(aio_queue *queue, const aio_request *requests, uint32_t count, aio_ticket **tickets);
+int aio_wait(aio_ticket *ticket, int64_t timeout_ns, aio_result *result); /* -ETIME: not ended yet; timeout < 0: for ever */
+int aio_cancel(aio_ticket *ticket); /* what is not yet submitted; in-flight blocks end normally */
+void aio_release(aio_ticket *ticket);
+
+#endif

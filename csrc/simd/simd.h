@@ -1,0 +1,78 @@
+/* Update, gradient and conversion kernels: one formula, one variant a file, one dispatcher.
+ *
+ * All variants give the same bits: explicit FMA, IEEE sqrt and divide, no contraction.
+ * No alignment is required of any pointer; element order never depends on the number of threads.
+ *
+ * Split master (DESIGN T2): bits(master) = (hi << 16) + sign_extend(lo) mod 2^32, where hi is the bf16 weight and lo the
+ * low 16 bits read as int16; splitting rounds half away in magnitude: hi = (bits + 0x8000) >> 16.
+ */
+#ifndef OFFLOAD_SIMD_H
+#define OFFLOAD_SIMD_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+enum simd_format { SIMD_F32 = 0, SIMD_BF16 = 1, SIMD_F16 = 2 };
+enum simd_status { SIMD_OK = 0, SIMD_NONFINITE = 1 }; /* SIMD_NONFINITE: some updated master is Inf or NaN */
+
+/* The variant in use: "portable", "avx2", "avx512", "neon".  Resolved once, at the first call, from the CPU and the
+ * operating system's saved state, or forced by the environment variable OFFLOAD_SIMD. */
+const char *simd_variant(void);
+/* Force a variant from now on (tests, benchmarks); -EINVAL: unknown or not runnable here.  NULL: resolve again. */
+int simd_select(const char *name);
+int simd_supported(const char *name);
+
+/* One row of hyper-parameters: everything that is equal for all elements of a tensor in a step.
+ * Computed in double by the caller and rounded once. */
+typedef struct simd_adam_row {
+    float grad_scale;         /* g = grad_scale * (float)grad: unscale x clip factor */
+    float l2;                 /* L2 decay: g += l2 * w; 0 for none */
+    float decay;              /* decoupled decay: w *= decay (1 - lr * weight_decay); 1 for none */
+    float beta1;              /* m = beta1 * m + one_minus_beta1 * g */
+    float one_minus_beta1;
+    float beta2;              /* v = beta2 * v + one_minus_beta2 * g * g */
+    float one_minus_beta2;
+    float step_size;          /* lr / (1 - beta1^t) */
+    float inv_sqrt_bias2;     /* 1 / sqrt(1 - beta2^t) */
+    float eps;                /* w -= step_size * m / (sqrt(v) * inv_sqrt_bias2 + eps) */
+} simd_adam_row;
+
+/* Update `n` elements in one pass.  hi, lo: split master, in place.  exp_avg, exp_avg_sq: fp32, in place.
+ * grad: `grad_format`, read only.  Returns enum simd_status. */
+int simd_adam_split(uint16_t *hi, int16_t *lo, float *exp_avg, float *exp_avg_sq, const void *grad, int grad_format,
+                    size_t n, const simd_adam_row *row);
+
+/* Running sum of squares of one tensor (DESIGN 5b "Norm"): blocks of 1024 elements from the tensor's first one, fixed
+ * lanes in fp64, blocks in order.  Zero-initialise; feed the tensor's pieces in order, cut anywhere. */
+#define SIMD_NORM_BLOCK 1024
+#define SIMD_NORM_LANES 16
+typedef struct simd_norm {
+    double lanes[SIMD_NORM_LANES]; /* of the open block */
+    double total;                  /* of the closed blocks */
+    uint64_t count;                /* elements so far */
+    uint64_t nonfinite;            /* elements that were Inf or NaN */
+} simd_norm;
+double simd_norm_value(const simd_norm *norm); /* closed blocks + the open one */
+
+/* Take a gradient contribution off the device: x = round(src) to `round_format`, then dst = x, or dst += x in fp32 when
+ * `accumulate` is set (dst_format must then be SIMD_F32), and add the *result's* squares to `norm` (may be NULL). */
+int simd_grad_take(const void *src, int src_format, int round_format, void *dst, int dst_format, int accumulate,
+                   size_t n, simd_norm *norm);
+/* Sum of squares of what is kept already. */
+int simd_norm_add(const void *src, int format, size_t n, simd_norm *norm);
+
+int simd_convert(const void *src, int src_format, void *dst, int dst_format, size_t n); /* round to nearest even */
+int simd_join(const uint16_t *hi, const int16_t *lo, float *dst, size_t n);              /* exact fp32 master */
+int simd_split(const float *src, uint16_t *hi, int16_t *lo, size_t n);
+
+/* The same call on `num_threads` threads (>= 1, explicit, the caller's own included): pieces are multiples of
+ * 4096 elements, so the bits do not depend on the count. */
+typedef struct simd_pool simd_pool;
+int simd_pool_open(uint32_t num_threads, simd_pool **out);
+void simd_pool_close(simd_pool *pool);
+int simd_pool_adam_split(simd_pool *pool, uint16_t *hi, int16_t *lo, float *exp_avg, float *exp_avg_sq, const void *grad,
+                         int grad_format, size_t n, const simd_adam_row *row);
+int simd_pool_convert(simd_pool *pool, const void *src, int src_format, void *dst, int dst_format, size_t n);
+int simd_pool_join(simd_pool *pool, const uint16_t *hi, const int16_t *lo, float *dst, size_t n);
+
+#endif

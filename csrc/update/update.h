@@ -1,0 +1,95 @@
+/* The update's chain, out of the interpreter: admit -> read -> wait for the unit's release -> kernel -> write -> free the slot.
+ *
+ *   submit(job) --> waiting chunks, earliest deadline first
+ *        | a free slot                     (slots bound the memory; a slot is held from admission to the end of its writes)
+ *        v
+ *   reads in flight --> ready, unit released? --> update thread: kernel per segment --> writes in flight --> slot free
+ *
+ * Reads and writes run on the caller's aio_queue; completions arrive on its thread, kernels run on the pipeline's own
+ * update thread (with `num_threads` simd threads in all).  The first error stops admission of the job: in-flight transfers end, and
+ * the job reports that error with its unit and role.
+ */
+#ifndef OFFLOAD_UPDATE_H
+#define OFFLOAD_UPDATE_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#include "../aio/aio.h"
+#include "../simd/simd.h"
+
+enum update_role { UPDATE_PARAM = 0, UPDATE_MASTER_LO = 1, UPDATE_EXP_AVG = 2, UPDATE_EXP_AVG_SQ = 3, UPDATE_GRAD = 4,
+                   UPDATE_NUM_ROLES = 5 };
+
+/* Where one role of one chunk comes from and goes to.  Exactly one of `host` / a slot holds it while the kernel runs. */
+typedef struct update_stream {
+    void *host;                 /* resident: the kernel works here, in place; NULL: in a slot */
+    const aio_file *read_file;  /* NULL with host == NULL: zero-filled (moments known to be zero) */
+    uint64_t read_offset;
+    const aio_file *write_file; /* NULL: not written */
+    uint64_t write_offset;
+    uint32_t elem_bytes;        /* 2 or 4 */
+    uint32_t format;            /* enum simd_format, of the gradient; 0 elsewhere */
+} update_stream;
+
+typedef struct update_chunk {
+    uint64_t deadline;      /* smaller is more urgent: the unit's next use */
+    uint32_t unit;          /* 0 <= unit < num_units of the job */
+    uint32_t num_elems;     /* <= chunk_elems of the pipeline; transfers are rounded up to 4096 bytes */
+    uint32_t first_segment;
+    uint32_t num_segments;
+    update_stream streams[UPDATE_NUM_ROLES];
+} update_chunk;
+
+/* A chunk x tensor piece.  Elements that no segment covers, and segments with row == UPDATE_COPY, are copied through. */
+#define UPDATE_COPY 0xffffffffu
+typedef struct update_segment {
+    uint32_t start; /* elements from the chunk's first */
+    uint32_t num_elems;
+    uint32_t row; /* into the job's rows */
+} update_segment;
+
+typedef struct update_stats {
+    uint64_t read_bytes[UPDATE_NUM_ROLES];
+    uint64_t write_bytes[UPDATE_NUM_ROLES];
+    uint64_t elems;     /* through the kernel */
+    uint64_t kernel_ns; /* the update thread inside kernels */
+} update_stats;
+
+typedef struct update_error {
+    int error; /* 0 or errno (positive) */
+    int op;    /* enum aio_op */
+    uint32_t unit;
+    uint32_t role;
+    uint64_t offset;
+    uint64_t wanted;
+    uint64_t done;
+    uint32_t nonfinite; /* segments whose updated master is not finite */
+} update_error;
+
+typedef struct update_pipeline update_pipeline;
+typedef struct update_job update_job;
+
+/* Bytes of one slot for `chunk_elems` (a multiple of 2048): all roles, each 4096-aligned. */
+size_t update_slot_bytes(uint32_t chunk_elems, uint32_t grad_elem_bytes);
+/* `slots`: num_slots * slot_bytes, 4096-aligned, owned by the caller, outlives the pipeline. */
+int update_open(aio_queue *queue, void *slots, uint32_t num_slots, uint32_t chunk_elems, uint32_t grad_elem_bytes,
+                uint32_t num_threads, update_pipeline **out);
+void update_close(update_pipeline *pipeline); /* cancels what is waiting, joins */
+
+/* Copies chunks, segments and rows.  `released`: num_units flags; a unit with 0 runs up to its kernel and waits for update_release. */
+int update_submit(update_pipeline *pipeline, const update_chunk *chunks, uint32_t num_chunks,
+                  const update_segment *segments, uint32_t num_segments, const simd_adam_row *rows, uint32_t num_rows,
+                  const uint8_t *released, uint32_t num_units, update_job **out);
+int update_release(update_job *job, uint32_t unit);
+/* unit < num_units: all chunks of that unit written; unit == UPDATE_ALL: the whole job.
+ * 0; -ETIME (timeout_ns >= 0 and over); or -errno, told by update_job_error. */
+#define UPDATE_ALL 0xffffffffu
+int update_wait(update_job *job, uint32_t unit, int64_t timeout_ns);
+void update_job_error(const update_job *job, update_error *out);
+void update_job_stats(const update_job *job, update_stats *out);
+/* Drop what has not started; in-flight transfers end.  The job then reports ECANCELED. */
+int update_cancel(update_job *job);
+void update_job_free(update_job *job); /* waits for the job's in-flight transfers */
+
+#endif

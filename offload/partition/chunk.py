@@ -1,0 +1,54 @@
+"""Chunks: the fixed-size pieces in which flat buffers move, and the tensor pieces inside them.
+
+    flat buffer   |---------- C ----------|---------- C ----------|-- rest --|
+    tensors       [ a ][      b               ][ c ][          d            ]
+    segments      [ a ][ b part 1         ]|[ b2 ][ c ][   d part 1 ]|[ d2  ]
+
+No buffer depends on the largest tensor: a chunk border may cut one anywhere (DESIGN M2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from offload.partition.unit import Slot, Unit
+
+CHUNK_MULTIPLE = 2048  # elements: a 2-byte role of a chunk is then a whole number of 4096-byte blocks
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Elements [start, start + num_elems) of a unit's flat buffers."""
+
+    index: int
+    start: int
+    num_elems: int
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.num_elems
+
+
+@dataclass(frozen=True)
+class Segment:
+    """The part of one tensor that lies in one chunk."""
+
+    slot: Slot
+    chunk_start: int  # elements from the chunk's first
+    tensor_start: int  # elements from the tensor's first
+    num_elems: int
+
+
+def chunks_of(num_elems: int, chunk_elems: int) -> Iterator[Chunk]:
+    """Cut `num_elems` elements; the last chunk is shorter."""
+    for index, start in enumerate(range(0, num_elems, chunk_elems)):
+        yield Chunk(index, start, min(chunk_elems, num_elems - start))
+
+
+def segments_of(unit: Unit, chunk: Chunk) -> Iterator[Segment]:
+    """The tensor pieces of `chunk`, in order; padding belongs to none."""
+    for slot in unit.slots:
+        start, stop = max(slot.start, chunk.start), min(slot.stop, chunk.stop)
+        if start < stop:
+            yield Segment(slot, start - chunk.start, start - slot.start, stop - start)
