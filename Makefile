@@ -1,0 +1,71 @@
+# One word per workflow; each works alone in a fresh clone and needs only a C compiler, Python's headers and its venv module.
+#
+#   make demo    train a language model whose state does not fit in the memory it is given
+#   make test    prove that the numbers are those of ordinary training (fast suite)
+
+PYTHON ?= python3
+CC     ?= cc
+VENV   := .venv
+BIN    := $(VENV)/bin
+NATIVE := csrc/build_ffi.py $(wildcard csrc/*/*.[ch])
+PYTEST  = $(BIN)/python -m pytest
+CHECKED := aio offload tests benchmarks examples setup.py
+
+.PHONY: demo test test-all check bench asan tsan clean
+
+demo: $(VENV)/.ready-bench
+	$(BIN)/python examples/demo.py
+
+test: $(VENV)/.ready-test
+	$(PYTEST) -m "not slow and not gpu"
+
+test-all: $(VENV)/.ready-test
+	$(PYTEST) --timeout=1800
+
+check: $(VENV)/.ready-dev
+	$(BIN)/ruff check $(CHECKED)
+	$(BIN)/ruff format --check $(CHECKED)
+	$(BIN)/mypy
+	$(PYTEST) -q tests/test_architecture.py
+	$(CC) $(shell cd csrc && ../$(BIN)/python -c 'import build_ffi; print(*build_ffi.CFLAGS)') \
+	  -Icsrc -fsyntax-only $(filter %.c,$(NATIVE))
+
+bench: $(VENV)/.ready-bench
+	@mkdir -p runs
+	$(BIN)/offload-bench io runs
+	$(BIN)/python benchmarks/bench_step.py
+
+# The sanitizers watch the C code under the tests that drive it hardest. `build/<name>` shadows the normal extension.
+# LeakSanitizer is off: the interpreter keeps memory at exit by design.
+SANITIZED_TESTS ?= tests/aio tests/simd
+asan: $(VENV)/.ready-test
+	rm -rf build/asan
+	OFFLOAD_CFLAGS="-g -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=undefined" \
+	  OFFLOAD_LDFLAGS="-fsanitize=address,undefined" $(BIN)/python -m pip install -q --no-deps --target build/asan .
+	PYTHONPATH=build/asan ASAN_OPTIONS=detect_leaks=0 \
+	  LD_PRELOAD="$$($(CC) -print-file-name=libasan.so) $$($(CC) -print-file-name=libubsan.so)" \
+	  $(PYTEST) -m "not slow and not gpu" --timeout=900 $(SANITIZED_TESTS)
+
+# setarch: address randomisation of newer kernels leaves no room for the shadow memory of older libtsan.
+tsan: $(VENV)/.ready-test
+	rm -rf build/tsan
+	OFFLOAD_CFLAGS="-g -fno-omit-frame-pointer -fsanitize=thread" OFFLOAD_LDFLAGS="-fsanitize=thread" \
+	  $(BIN)/python -m pip install -q --no-deps --target build/tsan .
+	PYTHONPATH=build/tsan TSAN_OPTIONS="halt_on_error=1 report_signal_unsafe=0" \
+	  LD_PRELOAD="$$($(CC) -print-file-name=libtsan.so)" \
+	  setarch -R $(PYTEST) -m "not slow and not gpu" --timeout=900 $(SANITIZED_TESTS)
+
+# The environment: one stamp for each set of extras. A changed C file builds the extension again.
+EXTRAS_bench := bench
+EXTRAS_test  := test,bench
+EXTRAS_dev   := dev,test,bench
+$(VENV)/.ready-%: $(BIN)/python pyproject.toml constraints.txt setup.py $(NATIVE)
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[$(EXTRAS_$*)]'
+	@touch $@
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+clean:
+	rm -rf $(VENV) build dist runs *.egg-info _offload_native*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -prune -exec rm -rf {} +
