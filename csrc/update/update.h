@@ -8,6 +8,13 @@
  * Reads and writes run on the caller's aio_queue; completions arrive on its thread, kernels run on the pipeline's own
  * update thread (with `num_threads` simd threads in all).  The first error stops admission of the job: in-flight transfers end, and
  * the job reports that error with its unit and role.
+ *
+ * Several jobs may be alive: they share the slots, in deadline order over all of them.  Chunks of units that are not
+ * released never take the last free slot, so a released unit always gets through.  The caller submits a unit again
+ * only when the job that updates it has ended for that unit: nothing here orders two jobs on the same bytes.
+ *
+ * Threads: every function of a job may be called from any thread until update_job_free; update_open, update_submit and
+ * update_close from one at a time.  The pipeline is closed before its I/O queue.  A job may be freed after the pipeline.
  */
 #ifndef OFFLOAD_UPDATE_H
 #define OFFLOAD_UPDATE_H
@@ -23,7 +30,8 @@ enum update_role { UPDATE_PARAM = 0, UPDATE_MASTER_LO = 1, UPDATE_EXP_AVG = 2, U
 
 /* Where one role of one chunk comes from and goes to.  Exactly one of `host` / a slot holds it while the kernel runs. */
 typedef struct update_stream {
-    void *host;                 /* resident: the kernel works here, in place; NULL: in a slot */
+    void *host;                 /* resident: the kernel works here, in place, nothing is read; NULL: in a slot.
+                                   Holds at least the bytes of the elements, rounded up to 4096. */
     const aio_file *read_file;  /* NULL with host == NULL: zero-filled (moments known to be zero) */
     uint64_t read_offset;
     const aio_file *write_file; /* NULL: not written */
@@ -58,7 +66,7 @@ typedef struct update_stats {
 
 typedef struct update_error {
     int error; /* 0 or errno (positive) */
-    int op;    /* enum aio_op */
+    int op;    /* enum aio_op; -1: the kernel refused */
     uint32_t unit;
     uint32_t role;
     uint64_t offset;
@@ -77,17 +85,19 @@ int update_open(aio_queue *queue, void *slots, uint32_t num_slots, uint32_t chun
                 uint32_t num_threads, update_pipeline **out);
 void update_close(update_pipeline *pipeline); /* cancels what is waiting, joins */
 
+#define UPDATE_ALL 0xffffffffu /* in place of a unit: all of the job */
 /* Copies chunks, segments and rows.  `released`: num_units flags; a unit with 0 runs up to its kernel and waits for update_release. */
 int update_submit(update_pipeline *pipeline, const update_chunk *chunks, uint32_t num_chunks,
                   const update_segment *segments, uint32_t num_segments, const simd_adam_row *rows, uint32_t num_rows,
                   const uint8_t *released, uint32_t num_units, update_job **out);
-int update_release(update_job *job, uint32_t unit);
+int update_release(update_job *job, uint32_t unit); /* UPDATE_ALL: every unit; twice is once */
 /* unit < num_units: all chunks of that unit written; unit == UPDATE_ALL: the whole job.
  * 0; -ETIME (timeout_ns >= 0 and over); or -errno, told by update_job_error. */
-#define UPDATE_ALL 0xffffffffu
 int update_wait(update_job *job, uint32_t unit, int64_t timeout_ns);
 void update_job_error(const update_job *job, update_error *out);
 void update_job_stats(const update_job *job, update_stats *out);
+/* The job's chunks (indices) in the order in which they got a slot.  Returns how many did; writes at most `capacity`. */
+uint32_t update_job_order(const update_job *job, uint32_t *chunks, uint32_t capacity);
 /* Drop what has not started; in-flight transfers end.  The job then reports ECANCELED. */
 int update_cancel(update_job *job);
 void update_job_free(update_job *job); /* waits for the job's in-flight transfers */

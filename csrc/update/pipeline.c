@@ -1,0 +1,153 @@
+/* Open and close; where a stream of a chunk lies.
+ *
+ *   slot   [ param | master_lo | exp_avg | exp_avg_sq | grad ]     each 4096-aligned: chunk_elems is a multiple of 2048
+ */
+#include <errno.h>
+#include <signal.h>
+#include <stdlib.h>
+
+#include "internal.h"
+
+static uint32_t role_elem_bytes(const update_pipeline *pipeline, uint32_t role)
+{
+    return role == UPDATE_GRAD ? pipeline->grad_elem_bytes : role <= UPDATE_MASTER_LO ? 2 : 4;
+}
+
+size_t update_slot_bytes(uint32_t chunk_elems, uint32_t grad_elem_bytes)
+{
+    return (size_t)chunk_elems * (2 + 2 + 4 + 4 + grad_elem_bytes);
+}
+
+void *update_stream_memory(const struct slot *slot, uint32_t role)
+{
+    const update_pipeline *pipeline = slot->pipeline;
+    void *host = slot_chunk(slot)->streams[role].host;
+    if (host)
+        return host;
+    size_t before = 0; /* bytes per element of the roles in front */
+    for (uint32_t other = 0; other < role; other++)
+        before += role_elem_bytes(pipeline, other);
+    return slot->memory + before * pipeline->chunk_elems;
+}
+
+uint64_t update_stream_bytes(const update_chunk *chunk, uint32_t role)
+{
+    uint64_t bytes = (uint64_t)chunk->num_elems * chunk->streams[role].elem_bytes;
+    return (bytes + UPDATE_PAGE - 1) / UPDATE_PAGE * UPDATE_PAGE;
+}
+
+static void init_slots(update_pipeline *pipeline, uint8_t *memory)
+{
+    size_t slot_bytes = update_slot_bytes(pipeline->chunk_elems, pipeline->grad_elem_bytes);
+    for (uint32_t i = 0; i < pipeline->num_slots; i++) {
+        struct slot *slot = &pipeline->slots[i];
+        slot->pipeline = pipeline;
+        slot->memory = memory + i * slot_bytes;
+        slot->state = SLOT_FREE;
+        slot->next_free = i + 1 < pipeline->num_slots ? slot + 1 : NULL;
+        for (uint32_t role = 0; role < UPDATE_NUM_ROLES; role++)
+            slot->transfers[role] = (struct transfer){slot, role};
+    }
+    pipeline->free_slots = pipeline->slots;
+}
+
+static void init_locks(update_pipeline *pipeline)
+{
+    pthread_condattr_t monotonic;
+    pthread_condattr_init(&monotonic);
+    pthread_condattr_setclock(&monotonic, CLOCK_MONOTONIC);
+    pthread_mutex_init(&pipeline->lock, NULL);
+    pthread_cond_init(&pipeline->work, NULL);
+    pthread_cond_init(&pipeline->progress, &monotonic);
+    pthread_condattr_destroy(&monotonic);
+}
+
+static void destroy(update_pipeline *pipeline)
+{
+    pthread_cond_destroy(&pipeline->work);
+    pthread_cond_destroy(&pipeline->progress);
+    pthread_mutex_destroy(&pipeline->lock);
+    simd_pool_close(pipeline->pool);
+    free(pipeline->slots);
+    free(pipeline->open.items);
+    free(pipeline->held.items);
+    free(pipeline);
+}
+
+/* Signals belong to the program's own threads. */
+static int start_worker(update_pipeline *pipeline)
+{
+    sigset_t all, before;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    int rc = pthread_create(&pipeline->thread, NULL, update_worker, pipeline);
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    return -rc;
+}
+
+int update_open(aio_queue *queue, void *slots, uint32_t num_slots, uint32_t chunk_elems, uint32_t grad_elem_bytes,
+                uint32_t num_threads, update_pipeline **out)
+{
+    if (num_slots == 0 || num_threads == 0 || chunk_elems == 0 || chunk_elems % 2048 || (uintptr_t)slots % UPDATE_PAGE)
+        return -EINVAL;
+    if (grad_elem_bytes != 2 && grad_elem_bytes != 4)
+        return -EINVAL;
+    update_pipeline *pipeline = calloc(1, sizeof *pipeline);
+    if (!pipeline)
+        return -ENOMEM;
+    pipeline->queue = queue;
+    pipeline->num_slots = num_slots;
+    pipeline->chunk_elems = chunk_elems;
+    pipeline->grad_elem_bytes = grad_elem_bytes;
+    pipeline->slots = calloc(num_slots, sizeof *pipeline->slots);
+    int rc = pipeline->slots ? simd_pool_open(num_threads, &pipeline->pool) : -ENOMEM;
+    if (rc) {
+        free(pipeline->slots);
+        free(pipeline);
+        return rc;
+    }
+    init_slots(pipeline, slots);
+    init_locks(pipeline);
+    rc = start_worker(pipeline);
+    if (rc)
+        destroy(pipeline);
+    else
+        *out = pipeline;
+    return rc;
+}
+
+/* A closed pipeline lives until its last job is freed, so that jobs can be asked for their results. */
+void update_unref(update_pipeline *pipeline)
+{
+    bool last = pipeline->closed && !pipeline->jobs;
+    pthread_mutex_unlock(&pipeline->lock);
+    if (last)
+        destroy(pipeline);
+}
+
+static bool has_active_slots(const update_pipeline *pipeline)
+{
+    for (uint32_t i = 0; i < pipeline->num_slots; i++)
+        if (pipeline->slots[i].job)
+            return true;
+    return false;
+}
+
+void update_close(update_pipeline *pipeline)
+{
+    if (!pipeline)
+        return;
+    update_error cancelled = {.error = ECANCELED};
+    pthread_mutex_lock(&pipeline->lock);
+    for (update_job *job = pipeline->jobs; job; job = job->next)
+        update_fail_job(job, &cancelled);
+    pipeline->stopping = true; /* no job is submitted from here on: the caller's promise */
+    while (has_active_slots(pipeline))
+        pthread_cond_wait(&pipeline->progress, &pipeline->lock);
+    pthread_cond_signal(&pipeline->work);
+    pthread_mutex_unlock(&pipeline->lock);
+    pthread_join(pipeline->thread, NULL);
+    pthread_mutex_lock(&pipeline->lock);
+    pipeline->closed = true;
+    update_unref(pipeline);
+}

@@ -1,0 +1,110 @@
+/* The update thread: the most urgent ready chunk of a released unit, kernel by segment, then its writes. */
+#include <string.h>
+#include <time.h>
+
+#include "internal.h"
+
+static uint64_t now_ns(void)
+{
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
+}
+
+static struct slot *next_ready(update_pipeline *pipeline)
+{
+    struct slot *best = NULL;
+    for (uint32_t i = 0; i < pipeline->num_slots; i++) {
+        struct slot *slot = &pipeline->slots[i];
+        if (slot->state != SLOT_READY || !slot_released(slot))
+            continue;
+        uint64_t deadline = slot_chunk(slot)->deadline;
+        uint64_t best_deadline = best ? slot_chunk(best)->deadline : 0;
+        if (!best || deadline < best_deadline || (deadline == best_deadline && slot->sequence < best->sequence))
+            best = slot;
+    }
+    return best;
+}
+
+/* Here and not at admission, which may run on the I/O queue's thread. */
+static void fill_zeros(struct slot *slot)
+{
+    const update_chunk *chunk = slot_chunk(slot);
+    for (uint32_t role = 0; role < UPDATE_NUM_ROLES; role++)
+        if (!chunk->streams[role].host && !chunk->streams[role].read_file)
+            memset(update_stream_memory(slot, role), 0, update_stream_bytes(chunk, role));
+}
+
+struct totals {
+    uint64_t elems;
+    uint32_t nonfinite;
+    int error; /* -errno */
+};
+
+static void run_segment(struct slot *slot, const update_segment *segment, struct totals *totals)
+{
+    const update_stream *grad = &slot_chunk(slot)->streams[UPDATE_GRAD];
+    size_t start = segment->start;
+    int rc = simd_pool_adam_split(slot->pipeline->pool, (uint16_t *)update_stream_memory(slot, UPDATE_PARAM) + start,
+                                  (int16_t *)update_stream_memory(slot, UPDATE_MASTER_LO) + start,
+                                  (float *)update_stream_memory(slot, UPDATE_EXP_AVG) + start,
+                                  (float *)update_stream_memory(slot, UPDATE_EXP_AVG_SQ) + start,
+                                  (uint8_t *)update_stream_memory(slot, UPDATE_GRAD) + start * grad->elem_bytes,
+                                  (int)grad->format, segment->num_elems, &slot->job->rows[segment->row]);
+    totals->elems += segment->num_elems;
+    totals->nonfinite += rc == SIMD_NONFINITE;
+    if (rc < 0)
+        totals->error = rc;
+}
+
+static struct totals run_kernels(struct slot *slot)
+{
+    const update_chunk *chunk = slot_chunk(slot);
+    const update_segment *segments = slot->job->segments + chunk->first_segment;
+    struct totals totals = {0};
+    for (uint32_t i = 0; i < chunk->num_segments && !totals.error; i++)
+        if (segments[i].row != UPDATE_COPY)
+            run_segment(slot, &segments[i], &totals);
+    return totals;
+}
+
+/* The slot is the update thread's own between the two changes of state, so the lock is free meanwhile. */
+static void run_slot(struct slot *slot)
+{
+    update_job *job = slot->job;
+    slot->state = SLOT_KERNEL;
+    pthread_mutex_unlock(&slot->pipeline->lock);
+    fill_zeros(slot);
+    uint64_t start = now_ns();
+    struct totals totals = run_kernels(slot);
+    uint64_t spent = now_ns() - start;
+    pthread_mutex_lock(&slot->pipeline->lock);
+    job->stats.kernel_ns += spent;
+    job->stats.elems += totals.elems;
+    job->error.nonfinite += totals.nonfinite;
+    if (totals.error) {
+        update_error error = {.error = -totals.error, .op = -1, .unit = slot_chunk(slot)->unit, .role = UPDATE_PARAM};
+        update_fail_job(job, &error);
+    }
+    if (job->error.error)
+        update_drop_slot(slot);
+    else
+        update_write_slot(slot);
+}
+
+void *update_worker(void *arg)
+{
+    update_pipeline *pipeline = arg;
+    pthread_mutex_lock(&pipeline->lock);
+    while (!pipeline->stopping) {
+        struct slot *slot = next_ready(pipeline);
+        if (slot) {
+            run_slot(slot);
+            update_admit(pipeline);
+        } else {
+            pthread_cond_wait(&pipeline->work, &pipeline->lock);
+        }
+    }
+    pthread_mutex_unlock(&pipeline->lock);
+    return NULL;
+}
