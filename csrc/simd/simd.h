@@ -47,7 +47,7 @@ int simd_adam_split(uint16_t *hi, int16_t *lo, float *exp_avg, float *exp_avg_sq
 #define SIMD_NORM_BLOCK 1024
 #define SIMD_NORM_LANES 16
 typedef struct simd_norm {
-    double lanes[SIMD_NORM_LANES]; /* of the open block */
+    double lanes[16]; /* SIMD_NORM_LANES of the open block */
     double total;                  /* of the closed blocks */
     uint64_t count;                /* elements so far */
     uint64_t nonfinite;            /* elements that were Inf or NaN */

@@ -1,0 +1,75 @@
+/* What a variant offers to the dispatcher: a table of kernels, each over one contiguous piece.
+ *
+ * A variant file defines a small vector vocabulary and includes template.h, which holds every formula once:
+ *
+ *   dispatch.c --> simd_kernels_avx2 --+
+ *              --> simd_kernels_neon --+-- template.h (formulas, loops, tails) over vf, vi, vf_fma, ...
+ *              --> ...               --+
+ */
+#ifndef OFFLOAD_SIMD_KERNELS_H
+#define OFFLOAD_SIMD_KERNELS_H
+
+#include "simd.h"
+
+#include <string.h>
+
+/* Elements that are loaded from every stream before any is stored: a full cache line of the 16-bit streams.  With less,
+ * streams whose addresses differ by a large power of two run at a quarter of the speed. */
+#define SIMD_TURN 32
+
+#define SIMD_F32_ABS 0x7fffffffu
+#define SIMD_F32_INF 0x7f800000u
+#define SIMD_F32_NAN 0x7fc00000u
+#define SIMD_MASTER_LIMIT 0x7f7f8000u /* from here on the bf16 half of a split master is infinite */
+
+typedef struct simd_adam_streams {
+    uint16_t *hi;
+    int16_t *lo;
+    float *exp_avg;
+    float *exp_avg_sq;
+    const void *grad;
+} simd_adam_streams;
+
+struct simd_kernels {
+    const char *name;
+    int (*adam_split)(simd_adam_streams at, int grad_format, size_t n, const simd_adam_row *row);
+    void (*convert)(const void *src, int src_format, void *dst, int dst_format, size_t n); /* formats differ */
+    void (*accumulate)(const float *src, void *dst, size_t n);                             /* dst += src, fp32 */
+    /* Add squares to the lanes, the first element to lane `first`; returns how many were Inf or NaN (left out). */
+    size_t (*sum_squares)(const void *src, size_t n, size_t first, double *lanes);
+    void (*join)(const uint16_t *hi, const int16_t *lo, float *dst, size_t n);
+    void (*split)(const float *src, uint16_t *hi, int16_t *lo, size_t n);
+};
+
+extern const struct simd_kernels simd_kernels_portable;
+#if defined(__x86_64__)
+extern const struct simd_kernels simd_kernels_avx2;
+extern const struct simd_kernels simd_kernels_avx512;
+#elif defined(__aarch64__)
+extern const struct simd_kernels simd_kernels_neon;
+#endif
+const struct simd_kernels *simd_current(void);
+
+static inline size_t simd_format_bytes(int format) { return format == SIMD_F32 ? 4 : 2; }
+
+static inline int simd_format_valid(int format) { return format >= SIMD_F32 && format <= SIMD_F16; }
+
+static inline float simd_load_f32(const void *at) {
+    float value;
+    memcpy(&value, at, sizeof value);
+    return value;
+}
+
+static inline uint32_t simd_load_u32(const void *at) {
+    uint32_t bits;
+    memcpy(&bits, at, sizeof bits);
+    return bits;
+}
+
+static inline uint16_t simd_load_u16(const void *at) {
+    uint16_t bits;
+    memcpy(&bits, at, sizeof bits);
+    return bits;
+}
+
+#endif

@@ -1,0 +1,70 @@
+/* AArch64 Advanced SIMD: four elements a vector.  FMA, square root, division and half conversion are baseline there. */
+#include "kernels.h"
+
+#if defined(__aarch64__)
+#include <arm_neon.h>
+
+#define VARIANT "neon"
+#define KERNELS simd_kernels_neon
+#define TARGET
+#define W 4
+#define VEC static inline __attribute__((always_inline))
+typedef float32x4_t vf;
+typedef int32x4_t vi;
+typedef struct lanes {
+    float64x2_t sum[8];
+} lanes;
+
+/* Byte loads and stores, because pointers need no alignment. */
+VEC vi vi_load(const void *at) { return vreinterpretq_s32_u8(vld1q_u8(at)); }
+VEC uint16x4_t load_16(const void *at) { return vreinterpret_u16_u8(vld1_u8(at)); }
+VEC void store_16(void *at, uint16x4_t x) { vst1_u8(at, vreinterpret_u8_u16(x)); }
+
+VEC vf vf_load(const void *at) { return vreinterpretq_f32_s32(vi_load(at)); }
+VEC void vf_store(void *at, vf x) { vst1q_u8(at, vreinterpretq_u8_f32(x)); }
+VEC vf vf_set(float x) { return vdupq_n_f32(x); }
+VEC vf vf_add(vf a, vf b) { return vaddq_f32(a, b); }
+VEC vf vf_mul(vf a, vf b) { return vmulq_f32(a, b); }
+VEC vf vf_div(vf a, vf b) { return vdivq_f32(a, b); }
+VEC vf vf_sqrt(vf a) { return vsqrtq_f32(a); }
+VEC vf vf_fma(vf a, vf b, vf c) { return vfmaq_f32(c, a, b); }
+VEC vf vf_fnma(vf a, vf b, vf c) { return vfmsq_f32(c, a, b); }
+VEC vf vf_load_f16(const void *at) { return vcvt_f32_f16(vreinterpret_f16_u16(load_16(at))); }
+VEC void vf_store_f16(void *at, vf x) { store_16(at, vreinterpret_u16_f16(vcvt_f16_f32(x))); }
+
+VEC vi vi_load_u16(const void *at) { return vreinterpretq_s32_u32(vmovl_u16(load_16(at))); }
+VEC vi vi_load_s16(const void *at) { return vmovl_s16(vreinterpret_s16_u16(load_16(at))); }
+VEC void vi_store_16(void *at, vi x) { store_16(at, vmovn_u32(vreinterpretq_u32_s32(x))); }
+VEC vi vi_set(uint32_t x) { return vreinterpretq_s32_u32(vdupq_n_u32(x)); }
+VEC vi vi_add(vi a, vi b) { return vaddq_s32(a, b); }
+VEC vi vi_and(vi a, vi b) { return vandq_s32(a, b); }
+VEC vi vi_max(vi a, vi b) { return vmaxq_s32(a, b); }
+VEC vi vi_shl16(vi a) { return vshlq_n_s32(a, 16); }
+VEC vi vi_shr16(vi a) { return vreinterpretq_s32_u32(vshrq_n_u32(vreinterpretq_u32_s32(a), 16)); }
+VEC vi vi_pick_gt(vi a, vi b, vi yes, vi no) { return vbslq_s32(vcgtq_s32(a, b), yes, no); }
+VEC int vi_any_ge(vi a, int32_t limit) { return vmaxvq_s32(a) >= limit; }
+VEC vi vf_bits(vf x) { return vreinterpretq_s32_f32(x); }
+VEC vf vf_from_bits(vi x) { return vreinterpretq_f32_s32(x); }
+
+VEC lanes lanes_load(const double *sums) {
+    lanes open;
+    for (size_t i = 0; i < 8; i++)
+        open.sum[i] = vld1q_f64(sums + 2 * i);
+    return open;
+}
+VEC void lanes_store(double *sums, lanes open) {
+    for (size_t i = 0; i < 8; i++)
+        vst1q_f64(sums + 2 * i, open.sum[i]);
+}
+VEC lanes lanes_add_squares(lanes open, const void *src) {
+    for (size_t i = 0; i < 4; i++) {
+        const vf x = vf_load((const char *)src + 16 * i);
+        const float64x2_t low = vcvt_f64_f32(vget_low_f32(x)), high = vcvt_high_f64_f32(x);
+        open.sum[2 * i] = vfmaq_f64(open.sum[2 * i], low, low);
+        open.sum[2 * i + 1] = vfmaq_f64(open.sum[2 * i + 1], high, high);
+    }
+    return open;
+}
+
+#include "template.h"
+#endif
