@@ -1,0 +1,95 @@
+"""How the commands speak: one line for a mistake, and a status that scripts can read.
+
+0 done    1 failed    2 asked for something impossible    130 interrupted    143 terminated
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn
+
+import click
+
+from offload.errors import ConfigError
+
+IMPOSSIBLE = 2
+INTERRUPTED = 128 + signal.SIGINT
+TERMINATED = 128 + signal.SIGTERM
+
+
+def parse(command: click.Command, arguments: Sequence[str] | None = None) -> Any:
+    """Run `command` and return its result; a mistake in `arguments` is one line and status 2."""
+    name = command.name or "offload"
+    try:
+        result = command.main(arguments, prog_name=name, standalone_mode=False)
+    except click.ClickException as error:
+        refuse(name, error.format_message())
+    except click.Abort:
+        raise SystemExit(INTERRUPTED) from None
+    if isinstance(result, int):  # --help and its like
+        raise SystemExit(result)
+    return result
+
+
+def refuse(name: str, message: str) -> NoReturn:
+    """Say what is wrong in one line on stderr and leave with status 2."""
+    click.echo(f"{name}: {' '.join(message.split())}", err=True)
+    raise SystemExit(IMPOSSIBLE)
+
+
+def terminate_as_exception() -> None:
+    """Make SIGTERM unwind the stack, so that `finally`, `with` and atexit do their work."""
+
+    def leave(signum: int, frame: FrameType | None) -> NoReturn:
+        sys.exit(TERMINATED)
+
+    signal.signal(signal.SIGTERM, leave)
+
+
+def folder(value: str) -> Path:
+    """An existing folder that this process may write to; raises BadParameter."""
+    path = Path(value)
+    if not path.exists():
+        raise click.BadParameter(f"{path}: expected a folder, got nothing there. Create it first.")
+    if not path.is_dir():
+        raise click.BadParameter(f"{path}: expected a folder, got a file. Name its folder.")
+    if not os.access(path, os.W_OK | os.X_OK):
+        raise click.BadParameter(
+            f"{path}: expected a folder that may be written, got a read-only one."
+            " Change its owner or mode, or name another."
+        )
+    return path
+
+
+def one_folder(context: click.Context, param: click.Parameter, value: str) -> Path:
+    return folder(value)
+
+
+def folders(context: click.Context, param: click.Parameter, value: Sequence[str]) -> list[Path]:
+    return [folder(item) for item in value]
+
+
+def size(context: click.Context, param: click.Parameter, value: str | None) -> int | None:
+    """Bytes, written as 2147483648, 2GiB or 2GB."""
+    from offload.config import parse_bytes
+
+    if value is None:
+        return None
+    try:
+        return parse_bytes(value, param.opts[0])
+    except ConfigError as error:
+        raise click.BadParameter(str(error).partition(": ")[2]) from None
+
+
+def text(num_bytes: float) -> str:
+    """2147483648 -> '2.0 GiB'."""
+    for unit in ("bytes", "KiB", "MiB", "GiB"):
+        if num_bytes < 1024:
+            return f"{num_bytes:.0f} {unit}" if unit == "bytes" else f"{num_bytes:.1f} {unit}"
+        num_bytes /= 1024
+    return f"{num_bytes:.1f} TiB"

@@ -1,0 +1,150 @@
+"""offload-train: run a training script whose `OffloadEngine(model)` finds its path and budgets.
+
+    offload-train --nvme DIR script.py args   ==   OFFLOAD_NVME=DIR ... python script.py args
+
+The script runs in this process as `__main__`; its exit status and its tracebacks are its own.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import types
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import click
+
+from offload.cli import shell
+from offload.errors import BudgetError, ConfigError, StoreError
+
+NAME = "offload-train"
+
+
+@dataclass(frozen=True)
+class Job:
+    """What to run and how."""
+
+    script: Path
+    arguments: tuple[str, ...]
+    environment: Mapping[str, str]
+
+
+@click.command(NAME, context_settings={"allow_interspersed_args": False})
+@click.option(
+    "--nvme",
+    "folders",
+    callback=shell.folders,
+    metavar="DIR",
+    multiple=True,
+    required=True,
+    help="Folder on a local drive for the model's state; repeat it for several drives.",
+)
+@click.option(
+    "--host-memory",
+    callback=shell.size,
+    metavar="SIZE",
+    help='Most host memory to hold, such as "16GiB".',
+)
+@click.option(
+    "--device-memory", callback=shell.size, metavar="SIZE", help="Most device memory to hold."
+)
+@click.option("--resume", "start", flag_value="resume", help="Go on from the last committed step.")
+@click.option("--fresh", "start", flag_value="fresh", help="Start anew over what the folder holds.")
+@click.option(
+    "--durability",
+    type=click.Choice(["process", "step", "none"]),
+    help="What a finished step survives: the process's end, or a power loss too.",
+)
+@click.option(
+    "--aio-backend",
+    type=click.Choice(["auto", "uring", "libaio", "threads"]),
+    help="How to reach the drive; auto takes the first that works.",
+)
+@click.argument("script", type=click.Path(path_type=Path))
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def command(
+    *,
+    folders: Sequence[Path],
+    script: Path,
+    arguments: tuple[str, ...],
+    **settings: str | int | None,
+) -> Job:
+    """Run SCRIPT with model state on NVMe; its OffloadEngine takes the settings given here."""
+    if not script.is_file():
+        raise click.BadParameter(
+            f"{script}: expected a Python file, got nothing there.", param_hint="SCRIPT"
+        )
+    separated = [folder for folder in folders if os.pathsep in str(folder)]
+    if separated:
+        raise click.BadParameter(
+            f"{separated[0]}: a folder's name may not hold {os.pathsep!r}.", param_hint="--nvme"
+        )
+    names = {
+        "host_memory": "OFFLOAD_HOST_MEMORY",
+        "device_memory": "OFFLOAD_DEVICE_MEMORY",
+        "start": "OFFLOAD_RESUME",
+        "durability": "OFFLOAD_DURABILITY",
+        "aio_backend": "OFFLOAD_AIO_BACKEND",
+    }
+    environment = {names[key]: str(value) for key, value in settings.items() if value is not None}
+    environment["OFFLOAD_NVME"] = os.pathsep.join(str(folder.resolve()) for folder in folders)
+    return Job(script, arguments, environment)
+
+
+def execute(job: Job) -> None:
+    """Run the script as `python script.py arguments` would, in this process."""
+    os.environ.update(job.environment)
+    module = types.ModuleType("__main__")
+    module.__file__ = str(job.script)
+    module.__dict__["__builtins__"] = __builtins__
+    sys.modules["__main__"] = module
+    sys.argv = [str(job.script), *job.arguments]
+    if not sys.flags.safe_path:
+        sys.path[0] = str(job.script.resolve().parent)
+    code = compile(job.script.read_bytes(), str(job.script), "exec", dont_inherit=True)
+    exec(code, module.__dict__)
+
+
+def report(error: BaseException) -> int:
+    """Tell of an error that ended the script, as the interpreter would; return the exit status.
+
+    A setting that the engine refuses is a mistake in the command line, not in the script: one line.
+    """
+    if isinstance(error, ConfigError | BudgetError | StoreError):
+        click.echo(f"{NAME}: {' '.join(str(error).split())}", err=True)
+        return 1 if isinstance(error, StoreError) else shell.IMPOSSIBLE
+    own = error.__traceback__
+    while own is not None and own.tb_frame.f_code.co_filename == __file__:
+        own = own.tb_next
+    sys.excepthook(type(error), error.with_traceback(own), own)
+    return shell.INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
+
+
+def show_log() -> None:
+    """Print what the engine says of itself, unless the script has set up logging of its own."""
+    stream = logging.StreamHandler()
+    stream.setFormatter(logging.Formatter("%(message)s"))
+    stream.addFilter(lambda record: not logging.root.handlers)
+    for name in ("offload", "aio"):
+        logger = logging.getLogger(name)
+        logger.setLevel(logging.INFO)
+        logger.addHandler(stream)
+
+
+def main() -> None:
+    job: Job = shell.parse(command)
+    shell.terminate_as_exception()
+    show_log()
+    try:
+        execute(job)
+    except SystemExit:
+        raise
+    except BaseException as error:
+        sys.exit(report(error))
+
+
+if __name__ == "__main__":
+    main()
