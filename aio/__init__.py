@@ -1,0 +1,18 @@
+"""Asynchronous direct I/O: files, buffers, and a queue that gives a ticket for every transfer.
+
+    with aio.Queue() as queue, aio.File("weights.bin") as file, aio.Buffer(file.size) as buffer:
+        ticket = queue.read(file, buffer, 0)
+        ...
+        ticket.wait()
+
+Knows nothing of tensors or training; `aio/README.md` tells the life of a request.
+"""
+
+from aio.buffer import Buffer
+from aio.errors import IOFailed
+from aio.file import File
+from aio.probe import Probe, probe
+from aio.queue import Queue, Request
+from aio.ticket import Ticket
+
+__all__ = ["Buffer", "File", "IOFailed", "Probe", "Queue", "Request", "Ticket", "probe"]

@@ -7,6 +7,8 @@
  * the blocks already in flight.
  *
  * Every function returns 0 or a count, or -errno.  Nothing prints, nothing exits.
+ * Any thread may call anything at any time, with two exceptions: aio_queue_close() ends the right to use the queue
+ * (its tickets stay valid), and neither it nor aio_wait() may be called from a `done` callback.
  */
 #ifndef OFFLOAD_AIO_H
 #define OFFLOAD_AIO_H
@@ -24,6 +26,7 @@ typedef struct aio_file {
     int direct_fd;
     int buffered_fd;
     uint32_t alignment;
+    uint32_t in_flight; /* blocks that use a descriptor now: the queue counts, aio_file_close() waits; start with 0 */
 } aio_file;
 
 typedef struct aio_queue aio_queue;
@@ -35,6 +38,7 @@ typedef struct aio_config {
     uint32_t read_depth;  /* blocks in flight, >= 1 */
     uint32_t write_depth;
     uint32_t num_threads; /* of the threads backend; 0: read_depth + write_depth, at most 16 */
+    uint32_t keep_stats;  /* 0: aio_queue_stats() tells bytes and counts only */
 } aio_config;
 
 /* Called on the queue thread when a transfer has ended.  May submit; must not block or wait.
@@ -54,25 +58,51 @@ typedef struct aio_request {
 
 /* A finished transfer, as its ticket tells it. */
 typedef struct aio_result {
-    int error;           /* 0 or errno (positive); ECANCELED after aio_cancel */
+    int error;           /* 0 or errno (positive); ECANCELED after aio_cancel, ENODATA: the file ended, EBADF: closed */
     uint64_t bytes_done; /* of the transfer */
     uint64_t offset;     /* where the first failed block started */
 } aio_result;
+
+/* What O_DIRECT asks of address, offset and length on this descriptor; 4096 where the kernel does not say;
+ * -EOPNOTSUPP: no direct I/O here. */
+int aio_direct_alignment(int fd, uint32_t *alignment);
+/* Close both descriptors.  Blocks in flight end first (their descriptor's number must not be given to another file);
+ * what is not yet submitted fails with EBADF.  Twice is allowed. */
+void aio_file_close(aio_file *file);
+
+/* Zeroed, touched memory for I/O: hugetlb pages if enough are free, else 2 MiB aligned and advised to be huge.
+ * Not inherited by fork: device transfers must never meet copy-on-write.  `bytes` is rounded up to 2 MiB. */
+int aio_map(size_t bytes, void **base, int *hugetlb);
+void aio_unmap(void *base, size_t bytes);
+
+/* Since the queue was opened; index: enum aio_op. */
+typedef struct aio_stats {
+    uint64_t bytes[2];
+    uint64_t blocks[2];                       /* ended, with or without an error */
+    uint64_t latency[2][32]; /* blocks that took [2^i, 2^(i+1)) us; the first also less, the last also more */
+    uint64_t busy_ns[2];                      /* with at least one block in flight */
+    uint64_t depth_ns[2];                     /* integral of the blocks in flight over time; / busy_ns: the mean depth */
+} aio_stats;
 
 int aio_queue_open(const aio_config *config, aio_queue **out);
 /* Cancel what is not submitted, wait for what is in flight, join the thread.  All tickets stay valid until released. */
 void aio_queue_close(aio_queue *queue);
 int aio_queue_backend(const aio_queue *queue); /* the backend that was chosen */
+void aio_queue_stats(aio_queue *queue, aio_stats *out);
+/* In a child after fork, instead of any other call: close the descriptors that it inherited. */
+void aio_queue_forget(aio_queue *queue);
 
-/* Requests whose buffer lies inside a registered region use fixed buffers (io_uring; other backends accept and ignore).
- * Before the first submit.  -ENOMEM, -EPERM ... where memory may not be locked: everything works without. */
+/* Requests whose block lies inside a registered region use fixed buffers (io_uring; other backends accept and ignore).
+ * While nothing is queued (-EBUSY).  -ENOMEM, -EPERM ... where memory may not be locked: everything works without. */
 int aio_register(aio_queue *queue, void *base, size_t bytes);
 
-/* Queue `count` transfers, all or none.  tickets[i] (one reference each, released by aio_release) may be NULL as a whole
+/* Queue `count` transfers, all or none (-EINVAL, -ENOMEM, -ESHUTDOWN: closing).  tickets[i] (one reference each, released by aio_release) may be NULL as a whole
  * when completion is told through `done`. */
 int aio_submit(aio_queue *queue, const aio_request *requests, uint32_t count, aio_ticket **tickets);
 int aio_wait(aio_ticket *ticket, int64_t timeout_ns, aio_result *result); /* -ETIME: not ended yet; timeout < 0: for ever */
-int aio_cancel(aio_ticket *ticket); /* what is not yet submitted; in-flight blocks end normally */
+/* Drop what is not yet submitted; in-flight blocks end normally, then the ticket ends with ECANCELED.
+ * -EALREADY: nothing was left to drop. */
+int aio_cancel(aio_ticket *ticket);
 void aio_release(aio_ticket *ticket);
 
 #endif

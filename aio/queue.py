@@ -1,0 +1,269 @@
+"""The queue: transfers go in with a deadline, tickets come out.
+
+    submit([Request, ...]) --one call--> C queue --blocks--> kernel
+                                             `--> Ticket.wait()
+
+Any thread may submit.  A child after fork has the object but not the queue: every call raises
+there, close() does nothing.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import threading
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from aio.buffer import Buffer
+from aio.file import File
+from aio.native import (
+    BACKEND_NAMES,
+    BACKENDS,
+    BLOCK_MULTIPLE,
+    check_range,
+    ffi,
+    lib,
+    memory_of,
+    open_queue,
+    strerror,
+)
+from aio.ticket import Ticket
+
+Operation = Literal["read", "write"]
+_OPS = {"read": lib.AIO_READ, "write": lib.AIO_WRITE}
+_log = logging.getLogger("aio")
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One transfer.
+
+    `buffer`: contiguous, its size is the transfer's; `offset` in bytes; a smaller `deadline` (0 to
+    2^64 - 1) is more urgent.
+    """
+
+    operation: Operation
+    file: File
+    buffer: object
+    offset: int
+    deadline: int = 0
+
+
+class Queue:
+    """A queue and its thread.  `backend`: "auto", "uring", "libaio" or "threads".
+
+    `read_depth` and `write_depth` are blocks of `block_bytes` in flight, reads and writes apart.
+    Raises OSError where the backend does not work here.
+    """
+
+    def __init__(
+        self,
+        backend: str = "auto",
+        *,
+        block_bytes: int = 1 << 20,
+        read_depth: int = 8,
+        write_depth: int = 8,
+        keep_stats: bool = False,
+    ) -> None:
+        _check_config(backend, block_bytes, read_depth, write_depth)
+        native, error = open_queue(
+            backend,
+            block_bytes=block_bytes,
+            read_depth=read_depth,
+            write_depth=write_depth,
+            keep_stats=keep_stats,
+        )
+        if error:
+            raise OSError(
+                error,
+                f"aio backend '{backend}': expected it to work here, got {strerror(error)}. "
+                "Use backend='auto', or ask aio.probe() what works",
+            )
+        self._native = native
+        self._pid = os.getpid()
+        self._lock = threading.Lock()  # guards that `_native` is open while C uses it
+        self._dropped: list[tuple[Any, object]] = []  # transfers whose tickets are gone
+        self.backend = BACKEND_NAMES[lib.aio_queue_backend(native)]
+        self._finalizer = weakref.finalize(self, _close, native, self._pid)  # also at exit
+        _LIVE.add(self)
+        if backend == "auto" and self.backend != "uring":
+            _log.warning(
+                "io_uring is not available (aio.probe() tells why): using %s", self.backend
+            )
+
+    @property
+    def native(self) -> Any:
+        """The C queue (`aio_queue *`), for C code that submits by itself."""
+        self.check_process()
+        if not self._finalizer.alive:
+            raise ValueError("aio.Queue: expected an open queue, got a closed one. Open another.")
+        return self._native
+
+    @property
+    def closed(self) -> bool:
+        return not self._finalizer.alive
+
+    def check_process(self) -> None:
+        """Raise in a child after fork."""
+        if os.getpid() != self._pid:
+            raise RuntimeError(
+                f"aio.Queue of process {self._pid}: expected to be used there, got process "
+                f"{os.getpid()}, a child after fork, which does not have its thread. "
+                "Open a queue in the child."
+            )
+
+    def register(self, buffer: Buffer | memoryview) -> bool:
+        """Let the kernel pin `buffer` once instead of for every block.  Before the first transfer.
+
+        False where that is not possible (not io_uring, or memory may not be locked): everything
+        works without.  Close the queue before the buffer: the kernel keeps the pages until then.
+        """
+        memory = memory_of(_unwrapped(buffer), writable=True)
+        with self._lock:
+            error = -lib.aio_register(self.native, memory.address, memory.num_bytes)
+        if error == errno.EBUSY:
+            raise RuntimeError(
+                "aio.Queue.register: expected an idle queue, got transfers in flight. "
+                "Register before the first one."
+            )
+        if error:
+            _log.info("buffer of %d bytes not registered: %s", memory.num_bytes, strerror(error))
+            return False
+        return self.backend == "uring"
+
+    def read(self, file: File, buffer: object, offset: int, *, deadline: int = 0) -> Ticket:
+        """Fill `buffer` from `offset`; the end of the file inside it is an error (ENODATA)."""
+        return self.submit([Request("read", file, buffer, offset, deadline)])[0]
+
+    def write(self, file: File, buffer: object, offset: int, *, deadline: int = 0) -> Ticket:
+        """Write all of `buffer` at `offset`."""
+        return self.submit([Request("write", file, buffer, offset, deadline)])[0]
+
+    def submit(self, requests: Sequence[Request]) -> list[Ticket]:
+        """Queue all of them with one call, or none (ValueError, TypeError, MemoryError).
+
+        The buffers must not be changed before the tickets have ended.
+        """
+        memories = [_memory(request) for request in requests]
+        array = ffi.new("aio_request[]", len(requests))
+        handles = ffi.new("aio_ticket *[]", len(requests))
+        for native, request, memory in zip(array, requests, memories, strict=True):
+            native.op = _OPS[request.operation]
+            native.file = request.file.native
+            native.buf = memory.address
+            native.offset = request.offset
+            native.bytes = memory.num_bytes
+            native.deadline = request.deadline
+        with self._lock:
+            error = -lib.aio_submit(self.native, array, len(requests), handles)
+        if error:
+            raise MemoryError(f"aio.Queue.submit of {len(requests)} transfers: {strerror(error)}")
+        self._reap()
+        return [
+            Ticket(
+                self,
+                handle,
+                operation=request.operation,
+                file=request.file,
+                offset=request.offset,
+                num_bytes=memory.num_bytes,
+                keep=memory.keep,
+            )
+            for handle, request, memory in zip(handles, requests, memories, strict=True)
+        ]
+
+    def retire(self, handle: Any, keep: object) -> None:
+        """Take over a transfer whose ticket is dropped (Ticket calls it, in any thread)."""
+        if os.getpid() == self._pid:
+            self._dropped.append((handle, keep))
+            if self.closed:
+                self._reap()
+
+    def close(self) -> None:
+        """Cancel what is not submitted, wait for what is in flight.
+
+        Tickets stay valid.  Twice is allowed.
+        """
+        if os.getpid() != self._pid:
+            return
+        with self._lock:
+            self._finalizer()
+        self._reap()
+
+    def __enter__(self) -> Queue:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<aio.Queue {self.backend}{' closed' if self.closed else ''}>"
+
+    def _reap(self) -> None:
+        """Release dropped transfers that have ended.  An entry is popped by one caller only."""
+        result = ffi.new("aio_result *")
+        for _ in range(len(self._dropped)):
+            try:
+                handle, keep = self._dropped.pop(0)
+            except IndexError:
+                return
+            if lib.aio_wait(handle, 0, result):
+                self._dropped.append((handle, keep))
+            else:
+                lib.aio_release(handle)
+
+
+_LIVE: weakref.WeakSet[Queue] = weakref.WeakSet()
+
+
+def _close(native: Any, pid: int) -> None:
+    if os.getpid() == pid:
+        lib.aio_queue_close(native)
+
+
+def _forget_in_child() -> None:
+    """A data loader's worker must not keep the ring, and the memory that it pins, alive."""
+    for queue in list(_LIVE):
+        if not queue.closed:
+            queue._finalizer.detach()
+            lib.aio_queue_forget(queue._native)
+
+
+os.register_at_fork(after_in_child=_forget_in_child)
+
+
+def _unwrapped(buffer: object) -> object:
+    return buffer.view if isinstance(buffer, Buffer) else buffer
+
+
+def _memory(request: Request) -> Any:
+    if request.operation not in _OPS:
+        raise ValueError(
+            f"transfer on '{request.file.path}': expected operation 'read' or 'write', "
+            f"got {request.operation!r}. Choose one of them."
+        )
+    memory = memory_of(_unwrapped(request.buffer), writable=request.operation == "read")
+    check_range(request.file.path, request.offset, memory.num_bytes)
+    return memory
+
+
+def _check_config(backend: str, block_bytes: int, read_depth: int, write_depth: int) -> None:
+    if backend not in BACKENDS:
+        names = ", ".join(repr(name) for name in BACKENDS if name != "faults")
+        raise ValueError(
+            f"aio backend: expected one of {names}, got {backend!r}. Choose one of them."
+        )
+    if block_bytes <= 0 or block_bytes % BLOCK_MULTIPLE or block_bytes > 1 << 30:
+        raise ValueError(
+            f"block_bytes: expected a multiple of {BLOCK_MULTIPLE} up to 1 GiB, got {block_bytes}. "
+            "1 MiB is good."
+        )
+    if not (1 <= read_depth <= 4096 and 1 <= write_depth <= 4096):
+        raise ValueError(
+            f"read_depth, write_depth: expected 1 to 4096 blocks, got {read_depth} and "
+            f"{write_depth}. 8 is good."
+        )
