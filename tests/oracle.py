@@ -1,0 +1,145 @@
+"""The oracle of bit equality: training in memory, in plain torch, with our kernel as the update.
+
+No engine code: the model holds its own parameters, autograd its own gradients, and the state is
+one flat tensor per role and parameter.  What DESIGN promises about numbers is spelt out here once:
+
+    weight   = convert(hi) to compute_dtype            (dtype float32: the whole master)
+    gradient = round(p.grad) to dtype, fp32 sum where a step has several micro-steps
+    norm     = sqrt of the fp64 sum, over named_parameters(), of each tensor's sum of squares
+    update   = kernels.adam_split on whole tensors, grad_scale = max_norm / (norm + 1e-6) below 1
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from offload import kernels
+
+
+@dataclass
+class State:
+    """One parameter: its split master, moments and step count."""
+
+    hi: Tensor  # (numel,) bf16
+    lo: Tensor  # (numel,) int16
+    exp_avg: Tensor  # (numel,) fp32
+    exp_avg_sq: Tensor  # (numel,) fp32
+    step: int = 0
+    kept: Tensor | None = None  # (numel,) fp32, this step's sum of rounded contributions
+
+    @property
+    def master(self) -> Tensor:
+        joined = torch.empty(self.hi.numel())
+        kernels.join(self.hi, self.lo, joined)
+        return joined
+
+
+@dataclass(frozen=True)
+class Group:
+    """Hyper-parameters of the parameters whose names contain `part`; the defaults are AdamW's."""
+
+    part: str = ""
+    lr: float = 1e-3
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.01
+
+    def settings(self) -> dict[str, object]:
+        """As `torch.optim` spells them."""
+        return {
+            "lr": self.lr,
+            "betas": self.betas,
+            "eps": self.eps,
+            "weight_decay": self.weight_decay,
+        }
+
+
+@dataclass
+class Oracle:
+    """In-memory training of `model`, converted in place.  The first group that names a parameter
+    holds it."""
+
+    model: nn.Module
+    dtype: torch.dtype
+    compute_dtype: torch.dtype
+    groups: tuple[Group, ...] = (Group(),)
+    clipping: float = 0.0
+    decoupled: bool = True
+    states: dict[str, State] = field(default_factory=dict)  # of trainable parameters
+    grad_norm: float = math.nan
+
+    def __post_init__(self) -> None:
+        for name, param in self.model.named_parameters():
+            state = _split(param)
+            self._fill(param, state)
+            if param.requires_grad:
+                self.states[name] = state
+
+    def keep_gradients(self) -> None:
+        """End a micro-step: take the model's gradients away."""
+        for name, param in self.model.named_parameters():
+            if param.grad is not None:
+                rounded = param.grad.flatten().to(self.dtype).float()
+                state = self.states[name]
+                state.kept = rounded if state.kept is None else state.kept + rounded
+                param.grad = None
+
+    def drop_gradients(self) -> None:
+        for state in self.states.values():
+            state.kept = None
+
+    def step(self) -> bool:
+        """Update from the kept gradients; False where a non-finite one skipped the step."""
+        live = {name: state for name, state in self.states.items() if state.kept is not None}
+        self.grad_norm = _norm(live.values())
+        finite = math.isfinite(self.grad_norm)
+        for name, param in self.model.named_parameters():
+            if finite and name in live:
+                self._update(name, live[name])
+                self._fill(param, live[name])
+        self.drop_gradients()
+        return finite
+
+    def _update(self, name: str, state: State) -> None:
+        group = next(group for group in self.groups if group.part in name)
+        factor = self.clipping / (self.grad_norm + 1e-6) if self.clipping else 1.0
+        state.step += 1
+        row = kernels.adam_row(
+            group.lr,
+            group.betas,
+            group.eps,
+            group.weight_decay,
+            state.step,
+            decoupled=self.decoupled,
+            grad_scale=min(factor, 1.0),
+        )
+        kernels.adam_split(state.hi, state.lo, state.exp_avg, state.exp_avg_sq, state.kept, row=row)
+
+    def _fill(self, param: Tensor, state: State) -> None:
+        """Give the model what computes: the converted high half, or the whole master."""
+        weight = state.master if self.dtype is torch.float32 else state.hi.clone()
+        param.data = weight.to(self.compute_dtype).view(param.shape)
+
+
+def _split(param: Tensor) -> State:
+    master = param.detach().float().flatten().contiguous()
+    hi = torch.empty(master.numel(), dtype=torch.bfloat16)
+    lo = torch.empty(master.numel(), dtype=torch.int16)
+    kernels.split(master, hi, lo)
+    return State(hi, lo, torch.zeros_like(master), torch.zeros_like(master))
+
+
+def _norm(states: Iterable[State]) -> float:
+    total = 0.0
+    for state in states:
+        norm = kernels.Norm(1)
+        kernels.norm_add(state.kept, norm, 0)
+        if norm.nonfinite(0):
+            return math.inf
+        total += norm.value(0)
+    return math.sqrt(total)
