@@ -1,0 +1,113 @@
+"""Where each byte of a unit lies: one file per (unit, rank, side), extents in role order.
+
+    0        4096
+    | header | param ... | master_lo ... | exp_avg ... | exp_avg_sq ... | checksums |
+               every part starts and ends on a multiple of 4096 bytes
+
+Both sides of a unit have the same layout and live on the same path.  Pure: no I/O.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from offload.partition.unit import (
+    ELEM_BYTES,
+    STATE_ROLES,
+    STORE_ALIGN_BYTES,
+    Role,
+    Unit,
+    round_up,
+)
+
+HEADER_BYTES = STORE_ALIGN_BYTES
+CHECKSUM_BLOCK_BYTES = 1 << 20  # the store block: the piece of an extent that has one checksum
+CHECKSUM_BYTES = 8
+SIDE_NAMES = "AB"
+_MAX_NAME = 48
+
+
+@dataclass(frozen=True)
+class UnitExtents:
+    """What the store must hold for one unit: bytes per role, padding left out."""
+
+    name: str
+    role_bytes: Mapping[Role, int]
+
+    @classmethod
+    def of(cls, unit: Unit, roles: Iterable[Role] = STATE_ROLES) -> UnitExtents:
+        return cls(unit.name, {role: unit.role_elems(role) * ELEM_BYTES[role] for role in roles})
+
+
+@dataclass(frozen=True)
+class RoleRange:
+    """A role's place in its file.  `num_bytes` counts data; the extent is padded to 4096."""
+
+    offset: int
+    num_bytes: int
+
+    @property
+    def padded_bytes(self) -> int:
+        return round_up(self.num_bytes, STORE_ALIGN_BYTES)
+
+    @property
+    def num_blocks(self) -> int:
+        """Checksums of this extent."""
+        return -(-self.padded_bytes // CHECKSUM_BLOCK_BYTES)
+
+
+@dataclass(frozen=True)
+class FileLayout:
+    """One unit's file, the same for each side."""
+
+    unit: str
+    index: int
+    path: int  # which of the store's folders
+    roles: Mapping[Role, RoleRange] = field(hash=False)
+    checksum_offset: int
+    file_bytes: int
+
+    @property
+    def num_blocks(self) -> int:
+        return sum(place.num_blocks for place in self.roles.values())
+
+    def file_name(self, side: int, rank: int = 0) -> str:
+        """A name that is safe on every file system; the manifest alone says what is inside."""
+        readable = re.sub(r"[^A-Za-z0-9._-]", "_", self.unit)[:_MAX_NAME]
+        return f"{self.index:05d}-{readable}.r{rank}.{SIDE_NAMES[side]}"
+
+
+def lay_out_file(unit: UnitExtents, index: int, path: int) -> FileLayout:
+    """Place the roles of `unit` behind the header, the checksums behind the roles."""
+    offset = HEADER_BYTES
+    roles: dict[Role, RoleRange] = {}
+    for role, num_bytes in unit.role_bytes.items():
+        roles[role] = RoleRange(offset, num_bytes)
+        offset += roles[role].padded_bytes
+    num_blocks = sum(place.num_blocks for place in roles.values())
+    end = offset + round_up(num_blocks * CHECKSUM_BYTES, STORE_ALIGN_BYTES)
+    return FileLayout(unit.name, index, path, roles, offset, end)
+
+
+def spread(
+    units: Sequence[UnitExtents], free_bytes: Sequence[int], num_sides: int
+) -> list[FileLayout]:
+    """Give each unit a path: the one with the fewest bytes so far among those with room.
+
+    Equal bytes per drive, so that the drives' rates add up.  Where no path has room, the emptiest
+    takes the unit; the caller's check of the sums reports it.
+    """
+    used = [0] * len(free_bytes)
+    layouts: list[FileLayout] = []
+    for index, unit in enumerate(units):
+        num_bytes = lay_out_file(unit, index, 0).file_bytes * num_sides
+        fits = [i for i, free in enumerate(free_bytes) if free - used[i] >= num_bytes]
+        if fits:
+            path = min(fits, key=lambda i: used[i])
+        else:
+            path = max(range(len(used)), key=lambda i: free_bytes[i] - used[i])
+        used[path] += num_bytes
+        layouts.append(lay_out_file(unit, index, path))
+    return layouts
