@@ -1,0 +1,181 @@
+"""From a unit's layout and the places of its roles to the arrays that the pipeline takes.
+
+    template = UnitTemplate.of(unit, chunk_elems=..., streams=...)         once per (unit, side)
+    chunks, segments = template.fill(unit_index=..., deadline=..., rows=...)   each step
+    all_chunks, all_segments = stack([...])                                one job
+
+Only the trainable section is cut: frozen tensors are not part of an update.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from _offload_native import lib
+from numpy.typing import NDArray
+
+import aio
+from offload.optim.pipeline import CHUNK, SEGMENT, UPDATE_COPY, UPDATE_ROLES, file_address
+from offload.partition.unit import ELEM_BYTES, Role, Unit
+
+GRAD_FORMATS = {
+    "float32": (4, int(lib.SIMD_F32)),
+    "bfloat16": (2, int(lib.SIMD_BF16)),
+    "float16": (2, int(lib.SIMD_F16)),
+}
+
+
+@dataclass(frozen=True)
+class StreamPlace:
+    """Where one role of a unit comes from and goes to.
+
+    A chunk with a host address is updated there, in place, and written from there; without one it
+    is read into a slot; without either it starts as zeros.  Host memory holds each chunk's bytes
+    rounded up to 4096.
+    """
+
+    # Of the flat buffer; or (num_chunks,), one address per chunk, 0: none.
+    host_address: int | NDArray[np.uint64] | None = None
+    read: tuple[aio.File, int] | None = None  # file, byte offset of the flat buffer
+    write: tuple[aio.File, int] | None = None
+    elem_bytes: int = 0  # 0: the role's own
+    format: int = 0  # enum simd_format, of the gradient
+
+    @classmethod
+    def grad(
+        cls,
+        dtype: str,  # "float32", "bfloat16", "float16"
+        *,
+        host_address: int | NDArray[np.uint64] | None = None,
+        read: tuple[aio.File, int] | None = None,
+    ) -> StreamPlace:
+        """The place of gradients of type `dtype`."""
+        elem_bytes, code = GRAD_FORMATS[dtype]
+        return cls(host_address, read, None, elem_bytes, code)
+
+
+@dataclass(frozen=True)
+class UnitTemplate:
+    """Everything about a unit's chunks that does not change from step to step."""
+
+    chunks: NDArray[np.void]  # (num_chunks,) CHUNK
+    segments: NDArray[np.void]  # (num_segments,) SEGMENT
+    tensor_of_segment: NDArray[np.int64]  # (num_segments,) into names
+    names: tuple[str, ...]
+    files: tuple[aio.File, ...]  # named by address in `chunks`: keep them alive
+
+    @classmethod
+    def of(
+        cls, unit: Unit, *, chunk_elems: int, streams: Mapping[Role, StreamPlace]
+    ) -> UnitTemplate:
+        """Cut `unit` into chunks of `chunk_elems` (a multiple of 2048); the last one is shorter."""
+        starts = np.arange(0, unit.trainable_elems, chunk_elems, dtype=np.uint64)
+        chunks = np.zeros(len(starts), CHUNK)
+        chunks["num_elems"] = np.minimum(unit.trainable_elems - starts, chunk_elems)
+        for index, role in enumerate(UPDATE_ROLES):
+            _fill_stream(chunks["streams"][:, index], starts, role, streams[role])
+        segments, tensors = _cut(unit, chunk_elems)
+        chunk_of_segment = segments["start"].astype(np.int64)  # still absolute
+        chunk_of_segment //= chunk_elems
+        chunks["num_segments"] = np.bincount(chunk_of_segment, minlength=len(chunks))
+        chunks["first_segment"] = np.cumsum(chunks["num_segments"]) - chunks["num_segments"]
+        files = [file for place in streams.values() for file, _ in _files(place)]
+        return cls(
+            chunks,
+            _relative(segments, chunk_of_segment * chunk_elems),
+            tensors,
+            tuple(slot.tensor.name for slot in unit.slots),
+            tuple(files),
+        )
+
+    def fill(
+        self, *, unit_index: int, deadline: int, rows: Mapping[str, int | None]
+    ) -> tuple[NDArray[np.void], NDArray[np.void]]:
+        """Set this step's deadline and rows in copies; without a row, a tensor is copied (N4)."""
+        chunks, segments = self.chunks.copy(), self.segments.copy()
+        chunks["unit"] = unit_index
+        chunks["deadline"] = deadline
+        table = [rows.get(name) for name in self.names]
+        row_of = np.array([UPDATE_COPY if row is None else row for row in table], np.uint32)
+        segments["row"] = row_of[self.tensor_of_segment]
+        return chunks, segments
+
+
+def build_unit_chunks(
+    unit: Unit,
+    *,
+    unit_index: int,
+    chunk_elems: int,
+    deadline: int,
+    streams: Mapping[Role, StreamPlace],
+    rows: Mapping[str, int | None],
+) -> tuple[NDArray[np.void], NDArray[np.void]]:
+    """Chunks and segments of one unit, for a single use: a template filled once."""
+    template = UnitTemplate.of(unit, chunk_elems=chunk_elems, streams=streams)
+    return template.fill(unit_index=unit_index, deadline=deadline, rows=rows)
+
+
+def stack(
+    parts: Sequence[tuple[NDArray[np.void], NDArray[np.void]]],
+) -> tuple[NDArray[np.void], NDArray[np.void]]:
+    """Join the arrays of several units into those of one job."""
+    if not parts:
+        return np.zeros(0, CHUNK), np.zeros(0, SEGMENT)
+    chunks = np.concatenate([part[0] for part in parts])
+    before = np.cumsum([0] + [len(part[1]) for part in parts[:-1]])
+    chunks["first_segment"] += np.repeat(before, [len(part[0]) for part in parts]).astype(np.uint32)
+    return chunks, np.concatenate([part[1] for part in parts])
+
+
+def _files(place: StreamPlace) -> list[tuple[aio.File, int]]:
+    return [pair for pair in (place.read, place.write) if pair is not None]
+
+
+def _fill_stream(
+    stream: NDArray[np.void],  # (num_chunks,) STREAM, a view
+    starts: NDArray[np.uint64],  # (num_chunks,) elements
+    role: Role,
+    place: StreamPlace,
+) -> None:
+    elem_bytes = place.elem_bytes or ELEM_BYTES[role]
+    stream["elem_bytes"] = elem_bytes
+    stream["format"] = place.format
+    offsets = starts * np.uint64(elem_bytes)
+    if isinstance(place.host_address, np.ndarray):
+        stream["host"] = place.host_address
+    elif place.host_address:
+        stream["host"] = offsets + np.uint64(place.host_address)
+    if place.read is not None:
+        file, offset = place.read
+        stream["read_file"] = file_address(file)
+        stream["read_offset"] = offsets + np.uint64(offset)
+    if place.write is not None:
+        file, offset = place.write
+        stream["write_file"] = file_address(file)
+        stream["write_offset"] = offsets + np.uint64(offset)
+
+
+def _cut(unit: Unit, chunk_elems: int) -> tuple[NDArray[np.void], NDArray[np.int64]]:
+    """Cut tensors at chunk borders: segments with absolute starts, in order; the tensor of each."""
+    starts = np.array([slot.start for slot in unit.slots], np.int64)
+    stops = np.array([slot.stop for slot in unit.slots], np.int64)
+    trainable = np.array([slot.tensor.trainable for slot in unit.slots], bool) & (stops > starts)
+    first = starts // chunk_elems
+    counts = np.where(trainable, (stops - 1) // chunk_elems - first + 1, 0)
+    tensors = np.repeat(np.arange(len(starts)), counts)
+    within = np.arange(len(tensors)) - np.repeat(np.cumsum(counts) - counts, counts)
+    border = (first[tensors] + within) * chunk_elems
+    begin = np.maximum(starts[tensors], border)
+    absolute = np.zeros(len(tensors), [("start", np.int64), ("num_elems", np.int64)])
+    absolute["start"] = begin
+    absolute["num_elems"] = np.minimum(stops[tensors], border + chunk_elems) - begin
+    return absolute, tensors
+
+
+def _relative(segments: NDArray[np.void], base: NDArray[np.int64]) -> NDArray[np.void]:
+    result = np.zeros(len(segments), SEGMENT)
+    result["start"] = segments["start"] - base
+    result["num_elems"] = segments["num_elems"]
+    return result

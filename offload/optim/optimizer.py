@@ -1,0 +1,95 @@
+"""`OffloadOptimizer`: torch's optimizer interface over state that lives elsewhere.
+
+    loss.backward();  optimizer.step();  optimizer.zero_grad();  scheduler.step()
+
+It owns `param_groups` and nothing else: step and zero_grad are the engine's.  Parameters are
+identities here; their data, which may be evicted, is never touched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, NoReturn, Protocol
+
+import torch
+from torch import nn
+
+from offload.errors import ConfigError, StateError
+from offload.optim.adamw import AdamSettings
+
+
+class Stepper(Protocol):
+    """Who really steps: the engine, or a recorder in tests."""
+
+    def step(self) -> None: ...
+
+    def zero_grad(self) -> None: ...
+
+
+class OffloadOptimizer(torch.optim.Optimizer):
+    """A torch optimizer whose arithmetic happens in the engine, steered by `param_groups`."""
+
+    def __init__(
+        self,
+        params: Any,  # as for torch.optim.AdamW: parameters, (name, parameter) pairs or groups
+        stepper: Stepper,
+        *,
+        known: Iterable[nn.Parameter],  # every parameter of the engine's model
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+    ) -> None:
+        self._stepper = stepper
+        self._known = {id(parameter) for parameter in known}
+        super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of the model's parameters; raises ConfigError for others and bad settings."""
+        super().add_param_group(param_group)
+        try:
+            self._check_group(len(self.param_groups) - 1)
+        except ConfigError:
+            self.param_groups.pop()
+            raise
+
+    def _check_group(self, index: int) -> None:
+        group = self.param_groups[index]
+        AdamSettings.of(group, index)
+        names = group.get("param_names", range(len(group["params"])))
+        for name, parameter in zip(names, group["params"], strict=True):
+            if id(parameter) not in self._known:
+                raise ConfigError(
+                    f"param_groups[{index}], parameter {name}: expected a parameter of the engine's"
+                    " model, got another. Create it before OffloadEngine(model), or give it an"
+                    " optimizer of its own."
+                )
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update every parameter that got a gradient; returns the closure's loss."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._stepper.step()
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the kept gradients, whatever `set_to_none` says: nothing could read a zero."""
+        self._stepper.zero_grad()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take `param_groups`; moments belong to the engine's store."""
+        if state_dict.get("state"):
+            raise StateError(
+                f"optimizer: expected a state_dict of this optimizer, whose moments are in the"
+                f" store, got moments of {len(state_dict['state'])} parameters."
+                " Load them with engine.load_checkpoint."
+            )
+        super().load_state_dict(state_dict)
+
+    def __getstate__(self) -> NoReturn:
+        raise StateError(
+            "optimizer: cannot be copied or pickled, its state is in the engine's store."
+            " Use engine.save_checkpoint, or optimizer.state_dict() for the param_groups."
+        )

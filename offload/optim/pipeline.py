@@ -1,0 +1,318 @@
+"""The update pipeline: chunks of state through bounded memory, in C (csrc/update/update.h).
+
+    job = pipeline.submit(chunks, segments, rows, released)   nothing blocks
+    job.release(unit)                                         its gradients are final
+    job.wait(unit)                                            its new generation is written
+
+One of the two files where pointers cross to C: arrays are checked here.  Threads: `UpdateJob` may
+be used from any thread; `UpdatePipeline` has one owner, `submit` may come from several threads.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+from _offload_native import ffi, lib
+from numpy.typing import NDArray
+
+import aio
+from offload.errors import StateError, StoreError
+from offload.kernels import ADAM_ROW
+from offload.partition.unit import STORE_ALIGN_BYTES, Role
+
+UPDATE_ROLES = (Role.PARAM, Role.MASTER_LO, Role.EXP_AVG, Role.EXP_AVG_SQ, Role.GRAD)
+UPDATE_COPY: int = lib.UPDATE_COPY  # a segment's row: copied through
+_SIGNAL_POLL_S = 0.1  # a wait looks for Ctrl-C this often; the end of the wait itself is not polled
+
+STREAM = np.dtype(
+    [("host", "<u8"), ("read_file", "<u8"), ("read_offset", "<u8"), ("write_file", "<u8"),
+     ("write_offset", "<u8"), ("elem_bytes", "<u4"), ("format", "<u4")]
+)  # fmt: skip
+CHUNK = np.dtype(
+    [("deadline", "<u8"), ("unit", "<u4"), ("num_elems", "<u4"), ("first_segment", "<u4"),
+     ("num_segments", "<u4"), ("streams", STREAM, len(UPDATE_ROLES))]
+)  # fmt: skip
+SEGMENT = np.dtype([("start", "<u4"), ("num_elems", "<u4"), ("row", "<u4")])
+
+
+@dataclass(frozen=True)
+class UpdateStats:
+    """What a job has moved so far: bytes as transferred, rounded up to 4096."""
+
+    read_bytes: Mapping[Role, int]
+    write_bytes: Mapping[Role, int]
+    num_elems: int  # through the kernel
+    kernel_s: float
+    num_nonfinite: int  # segments whose updated master is not finite: an error of the step (T2)
+
+
+def file_address(file: aio.File) -> int:
+    """The `aio_file *` of an open file, for a STREAM."""
+    return int(ffi.cast("uintptr_t", file.native))
+
+
+class _Job:
+    """Owns one `update_job *`: freed when nobody uses it, a thread inside a wait included."""
+
+    def __init__(self, native: Any, keep_alive: object) -> None:
+        self.native = native
+        weakref.finalize(self, _free_job, native, os.getpid(), keep_alive)
+
+
+def _free_job(native: Any, pid: int, keep_alive: object) -> None:
+    """Wait for what is in flight, free; only then may `keep_alive` go.  A fork has no threads."""
+    if os.getpid() == pid:
+        lib.update_job_free(native)
+
+
+def _close_pipeline(native: Any, pid: int, keep_alive: object) -> None:
+    if os.getpid() == pid:
+        lib.update_close(native)
+
+
+class UpdateJob:
+    """The ticket of one submission.  Dropping it cancels what has not started."""
+
+    def __init__(self, job: _Job, unit_names: Sequence[str]) -> None:
+        self._job: _Job | None = job
+        self._unit_names = unit_names
+        self._pid = os.getpid()
+
+    def _open(self) -> _Job:
+        job = self._job
+        if job is None or os.getpid() != self._pid:
+            raise StateError(
+                "update job: expected an open one, got one that is closed or belongs to the parent"
+                " process. Use it before close(), in the process that submitted it."
+            )
+        return job
+
+    def release(self, unit: int | None = None) -> None:
+        """Let the kernels of `unit` (None: of all units) run; any thread, twice is once."""
+        job = self._open()
+        if lib.update_release(job.native, _unit_index(unit)) < 0:
+            raise StateError(f"update job: expected a unit of this job, got {unit}.")
+
+    def wait(self, unit: int | None = None, timeout: float | None = None) -> None:
+        """Block until `unit` (None: the whole job) is written; the GIL is released.
+
+        Raises StoreError (from the failed transfer), StateError after a cancellation, TimeoutError.
+        When it raises one of the first two, nothing of the job is in flight.
+        """
+        job = self._open()
+        end = None if timeout is None else time.monotonic() + timeout
+        status = self._status(job, unit, 0.0)
+        while status == -_ETIME:
+            left = _SIGNAL_POLL_S if end is None else min(_SIGNAL_POLL_S, end - time.monotonic())
+            if left <= 0:
+                raise TimeoutError(f"update of {self._name(unit)}: not ended after {timeout} s.")
+            status = self._status(job, unit, left)
+        if status < 0:
+            raise self._error(job)
+
+    def done(self, unit: int | None = None) -> bool:
+        """Tell whether `wait(unit)` would return, or raise, at once."""
+        return self._status(self._open(), unit, 0.0) != -_ETIME
+
+    def cancel(self) -> None:
+        """Drop what has not started; transfers in flight end.  An ended job stays as it is."""
+        lib.update_cancel(self._open().native)
+
+    @property
+    def stats(self) -> UpdateStats:
+        job = self._open()
+        stats, error = ffi.new("update_stats *"), ffi.new("update_error *")
+        lib.update_job_stats(job.native, stats)
+        lib.update_job_error(job.native, error)
+        return UpdateStats(
+            read_bytes=dict(zip(UPDATE_ROLES, stats.read_bytes, strict=True)),
+            write_bytes=dict(zip(UPDATE_ROLES, stats.write_bytes, strict=True)),
+            num_elems=stats.elems,
+            kernel_s=stats.kernel_ns * 1e-9,
+            num_nonfinite=error.nonfinite,
+        )
+
+    @property
+    def admitted(self) -> list[int]:
+        """Indices of the chunks that got a slot, in that order."""
+        job = self._open()
+        count = lib.update_job_order(job.native, ffi.NULL, 0)
+        order = ffi.new("uint32_t[]", count)
+        return list(order[0 : min(count, lib.update_job_order(job.native, order, count))])
+
+    def close(self) -> None:
+        """Cancel, wait for what is in flight, free.  May be called twice."""
+        job, self._job = self._job, None
+        if job is not None and os.getpid() == self._pid:
+            lib.update_cancel(job.native)
+            lib.update_wait(job.native, lib.UPDATE_ALL, -1)
+
+    def _status(self, job: _Job, unit: int | None, timeout: float) -> int:
+        status: int = lib.update_wait(job.native, _unit_index(unit), int(timeout * 1e9))
+        if status == -_EINVAL:
+            raise StateError(f"update job: expected a unit of this job, got {unit}.")
+        return status
+
+    def _name(self, unit: int | None) -> str:
+        if unit is None:
+            return "all units"
+        return repr(self._unit_names[unit]) if unit < len(self._unit_names) else f"unit {unit}"
+
+    def _error(self, job: _Job) -> StateError | StoreError:
+        error = ffi.new("update_error *")
+        lib.update_job_error(job.native, error)
+        if error.error == _ECANCELED:
+            return StateError(
+                "update: expected it to end, but it was cancelled. The last generation is intact."
+            )
+        return self._transfer_error(error)
+
+    def _transfer_error(self, error: Any) -> StoreError:
+        verb = {lib.AIO_READ: "read", lib.AIO_WRITE: "write"}.get(error.op, "compute")
+        told = StoreError(
+            f"update of unit {error.unit} ({self._name(error.unit)}): {verb} of"
+            f" {UPDATE_ROLES[error.role].value} at byte {error.offset:,}: expected"
+            f" {error.wanted:,} bytes, got {error.done:,}: {os.strerror(error.error)}."
+            " The last committed generation is intact: remove the cause and resume from it."
+        )
+        told.errno = error.error
+        return told
+
+
+_ETIME, _EINVAL, _ECANCELED = 62, 22, 125
+
+
+def _unit_index(unit: int | None) -> int:
+    if unit is None:
+        return int(lib.UPDATE_ALL)
+    if not 0 <= unit < lib.UPDATE_ALL:
+        raise StateError(f"update job: expected a unit of this job, got {unit}.")
+    return unit
+
+
+class UpdatePipeline:
+    """Slots, one update thread, and an I/O queue that it shares with others."""
+
+    def __init__(
+        self,
+        queue: aio.Queue,
+        slots: memoryview,  # num_slots * slot_bytes bytes, 4096-aligned, HOST
+        *,
+        num_slots: int,
+        chunk_elems: int,
+        grad_elem_bytes: int,
+        num_threads: int,
+    ) -> None:
+        """Start the update thread.  `queue` and `slots` must stay open until close()."""
+        memory = ffi.from_buffer(slots, require_writable=True)
+        needed = num_slots * self.slot_bytes(chunk_elems, grad_elem_bytes)
+        address = int(ffi.cast("uintptr_t", memory))
+        if len(memory) < needed or address % STORE_ALIGN_BYTES:
+            raise StateError(
+                f"update slots: expected {needed:,} bytes at a multiple of {STORE_ALIGN_BYTES},"
+                f" got {len(memory):,} bytes at {address:#x}."
+            )
+        out = ffi.new("update_pipeline **")
+        status = lib.update_open(
+            queue.native, memory, num_slots, chunk_elems, grad_elem_bytes, num_threads, out
+        )
+        if status < 0:
+            raise StateError(
+                f"update pipeline: cannot open with {num_slots} slots of {chunk_elems:,} elements,"
+                f" {grad_elem_bytes}-byte gradients, {num_threads} threads: {os.strerror(-status)}."
+                " Use at least one slot and thread, and chunks of a multiple of 2048 elements."
+            )
+        self._native = out[0]
+        self._pid = os.getpid()
+        self._lock = threading.Lock()  # guards the C pipeline's existence: submit against close
+        self._finalizer = weakref.finalize(
+            self, _close_pipeline, out[0], os.getpid(), (queue, memory)
+        )
+
+    @staticmethod
+    def slot_bytes(chunk_elems: int, grad_elem_bytes: int) -> int:
+        """Bytes of one slot: every role of a chunk."""
+        return int(lib.update_slot_bytes(chunk_elems, grad_elem_bytes))
+
+    def submit(
+        self,
+        chunks: NDArray[np.void],  # (num_chunks,) CHUNK
+        segments: NDArray[np.void],  # (num_segments,) SEGMENT
+        rows: NDArray[np.void],  # (num_rows,) ADAM_ROW
+        released: NDArray[np.uint8],  # (num_units,)
+        *,
+        unit_names: Sequence[str] = (),
+        keep_alive: object = None,
+    ) -> UpdateJob:
+        """Queue the chunks; units whose flag is 0 run up to their kernel and wait for `release`.
+
+        The arrays are copied.  Files and host buffers that the chunks name stay untouched by others
+        until their unit is waited for; `keep_alive` is held until the job is closed.
+        """
+        arrays = ((chunks, CHUNK), (segments, SEGMENT), (rows, ADAM_ROW), (released, np.uint8))
+        arguments: list[Any] = []
+        for array, dtype in arrays:
+            arguments += [_pointer(array, np.dtype(dtype)), len(array)]
+        out = ffi.new("update_job **")
+        with self._lock:
+            if not self._finalizer.alive or os.getpid() != self._pid:
+                raise StateError("update pipeline: expected an open one, got a closed one.")
+            status = lib.update_submit(self._native, *arguments, out)
+        if status < 0:
+            raise StateError(
+                f"update: expected chunks within their segments, rows and units, got an"
+                f" inconsistent set of {len(chunks):,} chunks ({os.strerror(-status)})."
+            )
+        return UpdateJob(_Job(out[0], (self, keep_alive)), unit_names)
+
+    def close(self) -> None:
+        """Cancel every job, wait for what is in flight, join the thread.  May be called twice."""
+        with self._lock:
+            self._finalizer()
+
+    def __enter__(self) -> UpdatePipeline:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+_C_NAMES = {
+    CHUNK: "update_chunk", SEGMENT: "update_segment", ADAM_ROW: "simd_adam_row",
+    np.dtype(np.uint8): "uint8_t",
+}  # fmt: skip
+
+
+def _pointer(array: NDArray[Any], dtype: np.dtype[Any]) -> Any:
+    """The address of a contiguous one-dimensional array of exactly this type."""
+    if array.dtype != dtype or array.ndim != 1 or not array.flags.c_contiguous:
+        raise StateError(
+            f"update: expected a contiguous array of {_C_NAMES[dtype]},"
+            f" got {array.dtype} of shape {array.shape}."
+        )
+    return ffi.cast(f"{_C_NAMES[dtype]} *", ffi.from_buffer(array)) if len(array) else ffi.NULL
+
+
+def _check_layout(dtype: np.dtype[Any], name: str) -> None:
+    """The numpy type and the C structure are the same bytes."""
+    assert dtype.itemsize == ffi.sizeof(name), name
+    for field, place in (dtype.fields or {}).items():
+        assert place[1] == ffi.offsetof(name, field), f"{name}.{field}"
+
+
+_check_layout(STREAM, "update_stream")
+_check_layout(CHUNK, "update_chunk")
+_check_layout(SEGMENT, "update_segment")

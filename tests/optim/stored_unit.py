@@ -1,0 +1,147 @@
+"""A unit whose state lies in files, in memory or nowhere, and what an update makes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+
+import aio
+from offload.kernels import ADAM_ROW, adam_row
+from offload.optim.chunks import GRAD_FORMATS, StreamPlace
+from offload.optim.pipeline import UPDATE_ROLES
+from offload.optim.reference import TensorState
+from offload.partition.unit import (
+    ELEM_BYTES,
+    STATE_ROLES,
+    Role,
+    TensorSpec,
+    Unit,
+    lay_out,
+    round_up,
+)
+
+ON_DISK = dict.fromkeys(UPDATE_ROLES, "disk")
+DTYPES = {
+    Role.PARAM: torch.bfloat16,
+    Role.MASTER_LO: torch.int16,
+    Role.EXP_AVG: torch.float32,
+    Role.EXP_AVG_SQ: torch.float32,
+}
+
+
+def make_unit(name: str, sizes: list[int], *, frozen: int = 0) -> Unit:
+    """Tensors of `sizes` elements; `frozen` more elements that no update touches."""
+    specs = [TensorSpec(f"{name}.{index}", (size,)) for index, size in enumerate(sizes)]
+    return lay_out(name, 0, [*specs, TensorSpec(f"{name}.frozen", (frozen,), trainable=False)])
+
+
+def make_rows(num_rows: int) -> np.ndarray:
+    """Rows that differ, so that a segment with the wrong one shows."""
+    return np.array(
+        [
+            adam_row(1e-3 * (i + 1), (0.9, 0.99), 1e-8, 0.1, i + 1, decoupled=True, grad_scale=0.5)
+            for i in range(num_rows)
+        ],
+        ADAM_ROW,
+    )
+
+
+@dataclass
+class StoredUnit:
+    """Side A holds generation g; an update writes g+1 to side B, and in memory in place."""
+
+    unit: Unit
+    folder: Path
+    placement: Mapping[Role, str]  # "disk", "host", "zero"
+    grad_dtype: str = "bfloat16"
+    seed: int = 0
+    initial: dict[Role, torch.Tensor] = field(default_factory=dict)
+    memory: dict[Role, aio.Buffer] = field(default_factory=dict)
+    files: dict[tuple[Role, str], aio.File] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.folder.mkdir(exist_ok=True)
+        self._make_state()
+        for role, tensor in self.initial.items():
+            if self.placement[role] == "zero":
+                tensor.zero_()
+            if self.placement[role] == "host":
+                self.memory[role] = aio.Buffer(self.num_bytes(role))
+                self._view(role)[:] = tensor.view(torch.uint8)
+            else:
+                self._write_file(role, "a", tensor)
+            self._write_file(role, "b", torch.zeros_like(tensor))
+
+    def _make_state(self) -> None:
+        random = torch.Generator().manual_seed(self.seed)
+        size = self.unit.trainable_elems  # padding gets values too: it must be carried through
+        state = TensorState.of(torch.randn(size, generator=random))
+        self.initial = {
+            Role.PARAM: state.param,
+            Role.MASTER_LO: state.master_lo,
+            Role.EXP_AVG: torch.randn(size, generator=random) * 0.1,
+            Role.EXP_AVG_SQ: torch.rand(size, generator=random) * 0.01,
+            Role.GRAD: torch.randn(size, generator=random).to(getattr(torch, self.grad_dtype)),
+        }
+
+    def num_bytes(self, role: Role) -> int:
+        width = GRAD_FORMATS[self.grad_dtype][0] if role is Role.GRAD else ELEM_BYTES[role]
+        return round_up(self.unit.trainable_elems * width, 4096)
+
+    def _view(self, role: Role) -> torch.Tensor:
+        tensor = self.initial[role]
+        raw = np.frombuffer(self.memory[role].view, np.uint8)[: tensor.nbytes]
+        return torch.from_numpy(raw)
+
+    def path(self, role: Role, side: str) -> Path:
+        return self.folder / f"{self.unit.name}.{role.value}.{side}"
+
+    def _write_file(self, role: Role, side: str, tensor: torch.Tensor) -> None:
+        raw = tensor.view(torch.uint8).numpy().tobytes()
+        self.path(role, side).write_bytes(raw.ljust(self.num_bytes(role), b"\0"))
+        self.files[role, side] = aio.File(self.path(role, side), "r+")
+
+    def streams(self) -> dict[Role, StreamPlace]:
+        """The places of every role; gradients are not written."""
+        return {role: self._place(role) for role in UPDATE_ROLES}
+
+    def _place(self, role: Role) -> StreamPlace:
+        where = self.placement[role]
+        host = self.memory[role].address if where == "host" else None
+        read = (self.files[role, "a"], 0) if where == "disk" else None
+        if role is Role.GRAD:
+            return StreamPlace.grad(self.grad_dtype, host_address=host, read=read)
+        return StreamPlace(host, read, (self.files[role, "b"], 0))
+
+    def expected(self, rows: np.ndarray, row_of: Mapping[str, int | None]) -> dict[Role, bytes]:
+        """Generation g+1 by the reference; tensors without a row, and padding, stay."""
+        after = {role: self.initial[role].clone() for role in STATE_ROLES}
+        for slot in self.unit.slots:
+            row = row_of.get(slot.tensor.name)
+            if row is None or not slot.tensor.trainable:
+                continue
+            parts = [after[role][slot.start : slot.stop] for role in STATE_ROLES]
+            TensorState(*parts).update(self.initial[Role.GRAD][slot.start : slot.stop], rows[row])
+        return {role: _raw(tensor) for role, tensor in after.items()}
+
+    def written(self) -> dict[Role, bytes]:
+        """Side B, without the padding to 4096."""
+        return {
+            role: self.path(role, "b").read_bytes()[: self.initial[role].nbytes]
+            for role in STATE_ROLES
+        }
+
+    def in_memory(self, role: Role) -> bytes:
+        return _raw(self._view(role).clone())
+
+    def close(self) -> None:
+        for file in self.files.values():
+            file.close()
+
+
+def _raw(tensor: torch.Tensor) -> bytes:
+    return tensor.contiguous().view(torch.uint8).numpy().tobytes()
