@@ -1,0 +1,107 @@
+/* Prints the variant, then a checksum of every kernel's results over pseudo-random bit patterns of many sizes.  Built for
+ * two processors, the same variant-independent bits must come out of both. */
+#include "simd.h"
+
+#include <inttypes.h>
+#include <stdio.h>
+#include <string.h>
+
+#define MOST 2100
+
+static uint64_t state = 1;
+
+static uint32_t next_bits(void) { /* xorshift64* */
+    state ^= state >> 12;
+    state ^= state << 25;
+    state ^= state >> 27;
+    return (uint32_t)((state * 0x2545f4914f6cdd1dull) >> 32);
+}
+
+static void fill(void *at, size_t num_bytes) {
+    for (size_t i = 0; i < num_bytes; i++)
+        ((unsigned char *)at)[i] = (unsigned char)next_bits();
+}
+
+/* Exponents near one another, so that most results are finite. */
+static void fill_floats(float *at, size_t n, int positive) {
+    for (size_t i = 0; i < n; i++) {
+        const uint32_t bits = (next_bits() & (positive ? 0x07ffffffu : 0x87ffffffu)) + 0x3a000000u;
+        memcpy(at + i, &bits, 4);
+    }
+}
+
+static uint64_t sum_of(uint64_t sum, const void *at, size_t num_bytes) { /* FNV-1a */
+    for (size_t i = 0; i < num_bytes; i++)
+        sum = (sum ^ ((const unsigned char *)at)[i]) * 0x100000001b3ull;
+    return sum;
+}
+
+static float f32[4][MOST];
+static uint16_t u16[4][MOST];
+static uint64_t sum;
+
+static void adam(size_t n, int format, int wild) {
+    const simd_adam_row row = {.37f, .01f, .999f, .9f, .1f, .999f, .001f, 3e-4f, 1.25f, 1e-8f};
+    fill(u16, sizeof u16);
+    fill(f32, sizeof f32);
+    if (!wild) {
+        fill_floats(f32[0], n, 0);
+        fill_floats(f32[1], n, 1);
+        fill_floats(f32[2], n, 0);
+        simd_split(f32[2], u16[0], (int16_t *)u16[1], n);
+        fill_floats(f32[2], n, 0);
+        if (format != SIMD_F32)
+            simd_convert(f32[2], SIMD_F32, f32[3], format, n);
+        memcpy(f32[2], format == SIMD_F32 ? f32[2] : f32[3], 4 * n);
+    }
+    const int status = simd_adam_split(u16[0], (int16_t *)u16[1], f32[0], f32[1], f32[2], format, n, &row);
+    sum = sum_of(sum, &status, sizeof status);
+    sum = sum_of(sum, u16, sizeof u16);
+    sum = sum_of(sum, f32, sizeof f32);
+}
+
+static void formats(size_t n) {
+    for (int from = SIMD_F32; from <= SIMD_F16; from++)
+        for (int to = SIMD_F32; to <= SIMD_F16; to++) {
+            fill(f32, sizeof f32);
+            simd_convert(f32[0], from, f32[1], to, n);
+            sum = sum_of(sum, f32[1], sizeof f32[1]);
+        }
+    simd_split(f32[2], u16[0], (int16_t *)u16[1], n);
+    simd_join(u16[0], (int16_t *)u16[1], f32[3], n);
+    sum = sum_of(sum, u16, sizeof u16);
+    sum = sum_of(sum, f32[3], 4 * n);
+}
+
+static void gradients(size_t n, int format, int wild) {
+    simd_norm norm = {.count = 0};
+    fill(f32, sizeof f32);
+    fill_floats(f32[0], n, 0);
+    if (!wild)
+        fill_floats(f32[1], n, 0);
+    simd_grad_take(f32[1], format, SIMD_BF16, f32[0], SIMD_F32, !wild, n, &norm);
+    simd_norm_add(f32[2], format, n / 3, &norm);
+    const double value = simd_norm_value(&norm);
+    sum = sum_of(sum, &norm, sizeof norm);
+    sum = sum_of(sum, &value, norm.nonfinite ? 0 : sizeof value);
+    if (!wild)
+        sum = sum_of(sum, f32[0], sizeof f32[0]);
+}
+
+int main(void) {
+    static const size_t sizes[] = {0, 1, 2, 15, 16, 17, 31, 32, 33, 63, 97, 1023, 1024, 1025, 2089};
+    printf("%s\n", simd_variant());
+    for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++) {
+        sum = 0xcbf29ce484222325ull;
+        for (int format = SIMD_F32; format <= SIMD_F16; format++)
+            for (int wild = 0; wild < 2; wild++) {
+                adam(sizes[i], format, wild);
+                printf("%zu adam %d %d %016" PRIx64 "\n", sizes[i], format, wild, sum);
+                gradients(sizes[i], format, wild);
+                printf("%zu gradients %d %d %016" PRIx64 "\n", sizes[i], format, wild, sum);
+            }
+        formats(sizes[i]);
+        printf("%zu formats %016" PRIx64 "\n", sizes[i], sum);
+    }
+    return 0;
+}
