@@ -212,7 +212,7 @@ def test_a_disk_that_fills_while_reserving_leaves_nothing(
 ) -> None:
     monkeypatch.setattr("offload.store.build.place", place_without_check)
     units = [UnitExtents(f"layer{i}", {Role.PARAM: 3 << 20}) for i in range(4)]
-    with pytest.raises(StoreError, match="No space left on device.*Free space there"):
+    with pytest.raises(StoreError, match=r"No space left on device.*Free space there"):
         Store.create([small_disk], "x", units, layout={})
     assert not list(small_disk.iterdir())
 
@@ -234,7 +234,7 @@ def test_space_that_an_old_store_gives_back_counts(small_disk: Path) -> None:
 def test_scratch_on_a_full_disk_is_an_error_and_the_store_goes_on(small_disk: Path) -> None:
     units = [UnitExtents("layer", {Role.PARAM: 4 << 20})]
     with Store.create([small_disk], "x", units, layout={}) as store:
-        with pytest.raises(StoreError, match="scratch 'spill'.*No space"):
+        with pytest.raises(StoreError, match=r"scratch 'spill'.*No space"):
             store.scratch("spill", 64 << 20)
         assert not list((small_disk / "offload-x").glob("scratch*"))
         store.commit(sides={"layer": 0})
