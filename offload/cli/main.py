@@ -1,0 +1,38 @@
+"""offload: what a run would use.  `offload report` tells what this machine offers."""
+
+from __future__ import annotations
+
+from itertools import chain
+from pathlib import Path
+
+import click
+
+from offload.cli import shell
+
+
+@click.group("offload", no_args_is_help=False)
+@click.version_option(package_name="offload-engine")
+def command() -> None:
+    """Train models larger than the machine."""
+
+
+@command.command("report")
+@click.argument("folder", callback=shell.one_folder, default=".")
+def report(*, folder: Path) -> None:
+    """Tell which backend, kernel and devices training in FOLDER would use, and why."""
+    from offload.cli import machine
+
+    lines = list(
+        chain(machine.storage_lines(folder), machine.processor_lines(), machine.library_lines())
+    )
+    width = max(len(name) for name, _ in lines)
+    for name, value in lines:
+        click.echo(f"{name:<{width}}  {value}")
+
+
+def main() -> None:
+    shell.parse(command)
+
+
+if __name__ == "__main__":
+    main()
