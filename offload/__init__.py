@@ -1,0 +1,16 @@
+"""Train models larger than the machine: see `OffloadEngine`."""
+
+from offload.engine import OffloadEngine
+from offload.errors import (
+    BudgetError,
+    ConfigError,
+    OffloadError,
+    StateError,
+    StoreCorrupt,
+    StoreError,
+)
+
+__all__ = [
+    "BudgetError", "ConfigError", "OffloadEngine", "OffloadError", "StateError", "StoreCorrupt",
+    "StoreError",
+]  # fmt: skip

@@ -175,9 +175,9 @@ class Norm:
     def __init__(self, num_tensors: int) -> None:
         self.sums: npt.NDArray[np.void] = np.zeros(num_tensors, NORM)
 
-    def reset(self) -> None:
-        """Forget everything."""
-        self.sums[:] = np.zeros((), NORM)
+    def reset(self, index: int | None = None) -> None:
+        """Forget what was added to tensor `index`; None: to all."""
+        self.sums[slice(None) if index is None else index] = np.zeros((), NORM)
 
     def value(self, index: int) -> float:
         """Return the sum of squares of tensor `index`; NaN if an element is Inf or NaN."""

@@ -1,0 +1,1 @@
+"""WHERE bytes live: the host slab, its regions and slots."""

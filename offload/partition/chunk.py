@@ -14,7 +14,9 @@ from dataclasses import dataclass
 
 from offload.partition.unit import Slot, Unit
 
-CHUNK_MULTIPLE = 2048  # elements: a 2-byte role of a chunk is then a whole number of 4096-byte blocks
+CHUNK_MULTIPLE = (
+    2048  # elements: a 2-byte role of a chunk is then a whole number of 4096-byte blocks
+)
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,9 @@ class Role(enum.Enum):
     MASTER_LO = "master_lo"  # low half of the fp32 master, int16
     EXP_AVG = "exp_avg"
     EXP_AVG_SQ = "exp_avg_sq"
-    GRAD = "grad"  # kept until the step is validated; spilled to disk where the host budget is short
+    GRAD = (
+        "grad"  # kept until the step is validated; spilled to disk where the host budget is short
+    )
 
 
 STATE_ROLES = (Role.PARAM, Role.MASTER_LO, Role.EXP_AVG, Role.EXP_AVG_SQ)
@@ -69,9 +71,14 @@ class Unit:
     slots: tuple[Slot, ...]
     trainable_elems: int  # elements of the state roles: the padded end of the trainable section
     num_elems: int  # elements of `param`: trainable, then frozen
+    exact: bool = (
+        False  # frozen tensors keep their low halves too (dtype=float32 moves whole weights)
+    )
 
     def role_elems(self, role: Role) -> int:
-        return self.num_elems if role is Role.PARAM else self.trainable_elems
+        """Elements of the flat buffer of `role`, padding included."""
+        whole = role is Role.PARAM or (self.exact and role is Role.MASTER_LO)
+        return self.num_elems if whole else self.trainable_elems
 
     @property
     def num_tensor_elems(self) -> int:
@@ -83,7 +90,7 @@ def round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
-def lay_out(name: str, index: int, tensors: Iterable[TensorSpec]) -> Unit:
+def lay_out(name: str, index: int, tensors: Iterable[TensorSpec], *, exact: bool = False) -> Unit:
     """Place `tensors` (in `named_parameters()` order) in a unit: trainable first, then frozen."""
     tensors = list(tensors)
     slots: list[Slot] = []
@@ -95,4 +102,4 @@ def lay_out(name: str, index: int, tensors: Iterable[TensorSpec]) -> Unit:
                 offset += round_up(tensor.num_elems, ALIGN_ELEMS)
         if trainable:
             trainable_end = offset
-    return Unit(name, index, tuple(slots), trainable_end, offset)
+    return Unit(name, index, tuple(slots), trainable_end, offset, exact)

@@ -1,0 +1,161 @@
+"""Settings of an engine: one frozen record, checked once.
+
+    keyword arguments  >  OFFLOAD_* variables that `offload-train` sets  >  defaults
+
+Sizes are bytes; strings such as "16GiB" or "500MB" are accepted (GB = 10^9, GiB = 2^30).
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from offload.errors import ConfigError
+
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
+          "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}  # fmt: skip
+DTYPES = {
+    "bfloat16": torch.bfloat16,
+    "bf16": torch.bfloat16,
+    "float32": torch.float32,
+    "fp32": torch.float32,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """What the user chose; `None` means: choose well."""
+
+    nvme_path: tuple[Path, ...]
+    name: str | None = None
+    optimizer: str = "adamw"
+    lr: float = 1e-3
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.01
+    gradient_accumulation_steps: int = 1
+    gradient_clipping: float = 0.0  # 0: no clipping
+    dtype: torch.dtype = torch.bfloat16  # what moves
+    compute_dtype: torch.dtype | None = None  # what computes
+    host_memory: int | None = None
+    device_memory: int | None = None
+    chunk_elems: int | None = None
+    durability: str = "process"
+    device: torch.device | None = None
+    param_persistence_threshold: int = 100_000
+    resume: bool | str | None = (
+        None  # True: resume; False: start fresh; "auto"; None: refuse to touch a store that exists
+    )
+    update_threads: int | None = None
+    aio_backend: str = "auto"
+
+
+def parse_bytes(value: int | float | str, name: str) -> int:
+    """Return a size in bytes; accepts 17179869184, "16GiB", "0.5 GB"."""
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        amount, unit = float(value), ""
+    else:
+        match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+(?:e[0-9]+)?)\s*([A-Za-z]*)\s*", str(value), re.I)
+        if not match or match[2].upper() not in _UNITS:
+            raise ConfigError(f'{name}: expected a size such as "16GiB", got {value!r}.')
+        amount, unit = float(match[1]), match[2].upper()
+    if amount <= 0:
+        raise ConfigError(f"{name}: expected a positive size, got {value!r}.")
+    return int(amount * _UNITS[unit])
+
+
+def _dtype(value: Any, name: str) -> torch.dtype:
+    found = value if isinstance(value, torch.dtype) else DTYPES.get(str(value))
+    if found not in DTYPES.values():
+        raise ConfigError(f"{name}: expected bfloat16 or float32, got {value}.")
+    return found
+
+
+def _paths(value: Any) -> tuple[Path, ...]:
+    if value is None:
+        return ()
+    if isinstance(value, str | os.PathLike):
+        return (Path(value),)
+    return tuple(Path(item) for item in value)
+
+
+def _from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
+    """What `offload-train` set for the script that it runs."""
+    names = {"OFFLOAD_HOST_MEMORY": "host_memory", "OFFLOAD_DEVICE_MEMORY": "device_memory",
+             "OFFLOAD_DURABILITY": "durability", "OFFLOAD_AIO_BACKEND": "aio_backend"}  # fmt: skip
+    found: dict[str, Any] = {
+        key: environment[name] for name, key in names.items() if environment.get(name)
+    }
+    if environment.get("OFFLOAD_NVME"):
+        found["nvme_path"] = environment["OFFLOAD_NVME"].split(os.pathsep)
+    if environment.get("OFFLOAD_RESUME"):
+        words: dict[str, bool | str] = {"resume": True, "fresh": False, "auto": "auto"}
+        word = environment["OFFLOAD_RESUME"]
+        if word not in words:
+            raise ConfigError(f"OFFLOAD_RESUME: expected resume, fresh or auto, got {word!r}.")
+        found["resume"] = words[word]
+    return found
+
+
+def make_config(
+    settings: Mapping[str, Any], environment: Mapping[str, str] = os.environ
+) -> EngineConfig:
+    """Merge `settings` over the environment and check everything; raises ConfigError."""
+    known = [field.name for field in fields(EngineConfig)]
+    for key in settings:
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1)
+            hint = f" Did you mean {near[0]!r}?" if near else f" Known: {', '.join(known)}."
+            raise ConfigError(f"OffloadEngine got an unknown option {key!r}.{hint}")
+    merged = _from_environment(environment)
+    merged.update({key: value for key, value in settings.items() if value is not None})
+    for key in ("host_memory", "device_memory"):
+        if key in merged:
+            merged[key] = parse_bytes(merged[key], key)
+    for key in ("dtype", "compute_dtype"):
+        if key in merged:
+            merged[key] = _dtype(merged[key], key)
+    if "device" in merged:
+        merged["device"] = torch.device(merged["device"])
+    if "betas" in merged:
+        merged["betas"] = tuple(float(beta) for beta in merged["betas"])
+    merged["nvme_path"] = _paths(merged.get("nvme_path"))
+    return _checked(EngineConfig(**merged))
+
+
+def _checked(config: EngineConfig) -> EngineConfig:
+    if not config.nvme_path:
+        raise ConfigError(
+            "nvme_path: expected a folder on a local drive, got none."
+            " Pass OffloadEngine(..., nvme_path=...) or run under `offload-train --nvme DIR`."
+        )
+    choices: dict[str, Sequence[str]] = {
+        "durability": ("process", "step", "none"), "optimizer": ("adamw", "adam"),
+        "aio_backend": ("auto", "uring", "libaio", "threads")}  # fmt: skip
+    for key, allowed in choices.items():
+        if getattr(config, key) not in allowed:
+            raise ConfigError(
+                f"{key}: expected one of {', '.join(allowed)}, got {getattr(config, key)!r}."
+            )
+    if config.durability == "none":
+        raise ConfigError(
+            "durability: 'none' (one side, in place) is not available yet. Use 'process'."
+        )
+    if config.gradient_accumulation_steps < 1:
+        raise ConfigError(
+            f"gradient_accumulation_steps: expected >= 1, got {config.gradient_accumulation_steps}."
+        )
+    if config.gradient_clipping < 0:
+        raise ConfigError(f"gradient_clipping: expected >= 0, got {config.gradient_clipping}.")
+    if config.chunk_elems is not None and (config.chunk_elems < 2048 or config.chunk_elems % 2048):
+        raise ConfigError(f"chunk_elems: expected a multiple of 2048, got {config.chunk_elems}.")
+    if config.dtype is torch.float32 and config.compute_dtype is torch.bfloat16:
+        return replace(config, dtype=torch.bfloat16)
+    return config

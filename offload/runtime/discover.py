@@ -1,0 +1,114 @@
+"""Find the units of any `nn.Module`.
+
+    repeated blocks (children of a ModuleList or Sequential that share a class)  -> a unit each
+    large parameters outside of them                                              -> a unit per owning module
+    tensors below the persistence threshold                                       -> `persistent`, on the device
+
+A tied parameter belongs to its first owner; every other module that holds it fetches the owner's unit.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from offload.partition.unit import TensorSpec, Unit, lay_out
+
+PERSISTENT = "persistent"
+_CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+
+
+@dataclass(frozen=True)
+class Discovery:
+    """The units of a model and the modules whose forward needs them."""
+
+    units: tuple[Unit, ...]  # in named_parameters() order; index = position
+    persistent: Unit | None  # index = len(units)
+    parameters: dict[str, nn.Parameter]
+    hooks: tuple[tuple[nn.Module, tuple[int, ...]], ...]  # module -> units present while it runs
+    left_alone: tuple[str, ...]  # parameters that are not offloaded, with the reason
+
+
+def discover(model: nn.Module, *, persistence_threshold: int, exact: bool) -> Discovery:
+    """Partition the parameters of `model`; `exact`: frozen tensors keep their low halves."""
+    parameters, left_alone = _managed(model)
+    roots = _block_names(model, persistence_threshold)
+    owner: dict[int, str] = {}  # id(parameter) -> unit name
+    groups: dict[str, list[TensorSpec]] = {}
+    for name, parameter in parameters.items():
+        spec = TensorSpec(name, tuple(parameter.shape), parameter.requires_grad)
+        small = parameter.numel() < persistence_threshold
+        key = PERSISTENT if small else _unit_name(name, roots)
+        owner[id(parameter)] = key
+        groups.setdefault(key, []).append(spec)
+    small_tensors = groups.pop(PERSISTENT, None)
+    units = tuple(
+        lay_out(name, index, tensors, exact=exact)
+        for index, (name, tensors) in enumerate(groups.items())
+    )
+    persistent = (
+        lay_out(PERSISTENT, len(units), small_tensors, exact=exact) if small_tensors else None
+    )
+    hooks = _hooks(model, owner, {unit.name: unit.index for unit in units})
+    return Discovery(units, persistent, parameters, hooks, left_alone)
+
+
+def _managed(model: nn.Module) -> tuple[dict[str, nn.Parameter], tuple[str, ...]]:
+    managed: dict[str, nn.Parameter] = {}
+    left_alone: list[str] = []
+    for name, parameter in model.named_parameters():
+        if parameter.dtype in (torch.float32, torch.bfloat16):
+            managed[name] = parameter
+        else:
+            left_alone.append(f"{name}: {parameter.dtype} is neither float32 nor bfloat16")
+    return managed, tuple(left_alone)
+
+
+def _block_names(model: nn.Module, least_elems: int) -> set[str]:
+    """Paths of the repeated blocks: non-leaf children that share their class with a sibling."""
+    found: set[str] = set()
+    for path, module in model.named_modules():
+        if not isinstance(module, _CONTAINERS):
+            continue
+        inner = {
+            name: child
+            for name, child in module.named_children()
+            if any(True for _ in child.children())
+            and sum(parameter.numel() for parameter in child.parameters()) >= max(1, least_elems)
+        }
+        classes = Counter(type(child) for child in inner.values())
+        for name, child in inner.items():
+            if classes[type(child)] > 1:
+                found.add(f"{path}.{name}" if path else name)
+    return found
+
+
+def _unit_name(parameter: str, blocks: set[str]) -> str:
+    """The nearest repeated block around a parameter, else the module that owns it ("" is the root)."""
+    path = owner = parameter.rpartition(".")[0]
+    while path:
+        if path in blocks:
+            return path
+        path = path.rpartition(".")[0]
+    return owner
+
+
+def _hooks(
+    model: nn.Module, owner: dict[int, str], index: dict[str, int]
+) -> tuple[tuple[nn.Module, tuple[int, ...]], ...]:
+    needs: dict[str, set[int]] = {}
+    for path, module in model.named_modules():
+        if path in index:
+            needs.setdefault(path, set()).add(index[path])
+        for parameter in module._parameters.values():
+            name = owner.get(id(parameter)) if parameter is not None else None
+            if name is None or name not in index:
+                continue
+            inside = path == name or not name or path.startswith(name + ".")
+            if not inside:
+                needs.setdefault(path, set()).add(index[name])
+    modules = dict(model.named_modules())
+    return tuple((modules[path], tuple(sorted(found))) for path, found in needs.items())

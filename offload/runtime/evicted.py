@@ -1,0 +1,113 @@
+"""What a parameter is while its data is not on the device.
+
+    present: nn.Parameter  <--- class swapped in place --->  evicted: EvictedParameter
+
+Reading freed storage crashes the process in torch, so an evicted parameter answers questions about itself (shape, dtype,
+requires_grad ...), is fetched when a model uses it during forward or backward, and otherwise refuses with a clear error.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn, Protocol
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_iter
+
+from offload.errors import StateError
+
+_Tensor = torch.Tensor
+
+
+class Guard(Protocol):
+    """Who serves evicted parameters."""
+
+    def name_of(self, parameter: nn.Parameter) -> str: ...
+    def serve(self, parameter: nn.Parameter) -> bool:
+        """Bring the parameter to the device if the model is running; False: it is not."""
+        ...
+
+    @property
+    def making_state_dict(self) -> bool: ...
+
+
+def _properties(*names: str) -> set[Any]:
+    found: set[Any] = set()
+    for name in names:
+        attribute = getattr(_Tensor, name, None)  # some exist only in some versions of torch
+        if attribute is not None:
+            found.update((attribute.__get__, attribute.__set__))
+    return found
+
+
+_METADATA = _properties(
+    "shape", "dtype", "device", "requires_grad", "grad", "ndim", "is_leaf", "layout", "grad_fn",
+    "names", "is_cuda", "is_cpu", "is_sparse", "is_meta", "is_quantized", "is_mkldnn", "itemsize",
+    "nbytes", "output_nr", "_version", "_backward_hooks", "_post_accumulate_grad_hooks", "is_nested",
+    "is_mps", "is_xpu", "_base", "retains_grad",
+) | {
+    _Tensor.size, _Tensor.numel, _Tensor.nelement, _Tensor.dim, _Tensor.ndimension, _Tensor.stride,
+    _Tensor.storage_offset, _Tensor.is_floating_point, _Tensor.is_complex, _Tensor.is_contiguous,
+    _Tensor.element_size, _Tensor.requires_grad_, _Tensor.register_hook, _Tensor.__hash__,
+    _Tensor.register_post_accumulate_grad_hook, _Tensor.get_device, _Tensor.__len__, _Tensor.type,
+    _Tensor.is_signed, _Tensor.untyped_storage, _Tensor.is_shared, _Tensor.data_ptr,
+    _Tensor.is_inference,
+    torch.is_floating_point, torch.is_complex, torch.numel,
+}  # fmt: skip
+
+
+class EvictedParameter(nn.Parameter):
+    """A parameter whose data lives in the store.  Each engine has a subclass that knows its guard."""
+
+    _guard: Guard
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:  # fmt: skip
+        kwargs = kwargs or {}
+        with torch._C.DisableTorchFunctionSubclass():
+            if func in _METADATA:
+                return func(*args, **kwargs)
+            evicted = [
+                item for item in tree_iter((args, kwargs)) if isinstance(item, EvictedParameter)
+            ]
+            if func is _Tensor.__repr__:
+                return repr(evicted[0])
+            if func is _Tensor.detach and evicted[0]._guard.making_state_dict:
+                return torch.empty_like(evicted[0], device="meta")  # replaced by the dict's hook
+            for parameter in evicted:
+                if isinstance(parameter, EvictedParameter) and not parameter._guard.serve(
+                    parameter
+                ):
+                    _refuse(parameter, getattr(func, "__name__", str(func)))
+            return func(*args, **kwargs)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        name = self._guard.name_of(self)
+        return f"EvictedParameter({name!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
+
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        raise StateError(
+            f"copy.deepcopy of parameter {self._guard.name_of(self)!r}: its data lives in the store."
+            " Use engine.export(...) or engine.module.state_dict() for a copy of the weights."
+        )
+
+    def __reduce_ex__(self, proto: Any) -> NoReturn:
+        raise StateError(
+            f"pickling of parameter {self._guard.name_of(self)!r}: its data lives in the store."
+            " Save engine.module.state_dict() instead of the model or its parameters."
+        )
+
+
+def _refuse(parameter: EvictedParameter, operation: str) -> NoReturn:
+    name = parameter._guard.name_of(parameter)
+    raise StateError(
+        f"{operation} on parameter {name!r}: its data lives in the store, outside of forward and"
+        " backward it is not in memory. Read or edit it inside `with engine.gathered(parameter):`."
+    )
+
+
+def guard_class(guard: Guard) -> type[EvictedParameter]:
+    """The class that an engine swaps its parameters to."""
+    return type("EvictedParameter", (EvictedParameter,), {"_guard": guard})

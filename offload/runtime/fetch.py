@@ -1,0 +1,172 @@
+"""Weights on their way from the store to the device, in chunks through leased slots.
+
+    prefetch(u):  slots free? --submit reads--> in flight          never waits, leaves a reserve
+    fill(u):      for each chunk in order: wait, convert into the device storage, free the slot,
+                  submit the next chunk of u                       waits; always makes progress
+
+Demand is served from the reserve, so prefetches of other units can hold every other slot without a
+deadlock, and a tensor larger than all slots together simply streams.  Called by one thread at a time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+import aio
+from offload.memory.slab import Region, Slots
+from offload.metrics import Metrics
+from offload.partition.chunk import Chunk, chunks_of
+from offload.partition.unit import STORE_ALIGN_BYTES, Role, Unit, round_up
+from offload.runtime.binding import BoundUnit
+from offload.runtime.device import Device
+
+RESERVE = 2  # slots that prefetches leave to demand
+
+
+class Place(Protocol):
+    """An extent of the store."""
+
+    @property
+    def file(self) -> aio.File: ...
+    @property
+    def offset(self) -> int: ...
+
+
+class Source(Protocol):
+    """Where the current weights of a unit are."""
+
+    def ready(self, unit: int) -> bool:
+        """True when the unit's last update has been written: reading it needs no wait."""
+        ...
+
+    def place(self, unit: int, role: Role) -> Place:
+        """The current extent; waits for the unit's update."""
+        ...
+
+    def deadline(self) -> int:
+        """Urgency of a read that compute waits for now; smaller is more urgent."""
+        ...
+
+
+@dataclass
+class _Piece:
+    chunk: Chunk
+    slot: Region
+    tickets: list[aio.Ticket]
+
+
+class _Fetch:
+    """One unit's transfer: chunks not yet submitted, and pieces in flight in order."""
+
+    def __init__(self, unit: Unit, chunk_elems: int) -> None:
+        self.unit = unit
+        self.waiting: Iterator[Chunk] = chunks_of(unit.num_elems, chunk_elems)
+        self.next: Chunk | None = next(self.waiting, None)
+        self.flying: deque[_Piece] = deque()
+
+
+class Fetcher:
+    """Reads units; owns the fetch slots."""
+
+    def __init__(
+        self, queue: aio.Queue, slots: Slots, source: Source, device: Device, *,
+        chunk_elems: int, exact: bool, metrics: Metrics,
+    ) -> None:  # fmt: skip
+        self._queue = queue
+        self._slots = slots
+        self._source = source
+        self._device = device
+        self._chunk_elems = chunk_elems
+        self._exact = exact
+        self._metrics = metrics
+        self._fetches: dict[int, _Fetch] = {}
+        self.phase = "forward"  # names the bytes in the metrics
+
+    def prefetch(self, unit: Unit) -> None:
+        """Submit what fits beside the reserve; does nothing while the unit is being updated."""
+        if unit.index in self._fetches or self._source.ready(unit.index):
+            fetch = self._fetches.setdefault(unit.index, _Fetch(unit, self._chunk_elems))
+            self._pump(fetch, keep=RESERVE, delay=1)
+
+    def fill(self, bound: BoundUnit) -> None:
+        """Bring a unit's weights into its allocated device storage; waits for the disk."""
+        unit = bound.unit
+        fetch = self._fetches.pop(unit.index, None)
+        self._metrics.fetches[unit.name] += 1
+        self._metrics.hits += fetch is not None
+        fetch = fetch or _Fetch(unit, self._chunk_elems)
+        try:
+            self._pump(fetch, keep=0, delay=0)
+            while fetch.flying:
+                piece = fetch.flying.popleft()
+                self._finish(piece, bound.flat)
+                self._pump(fetch, keep=0, delay=0)
+        finally:
+            self._abandon(fetch)
+
+    def discard(self) -> None:
+        """Give up all prefetches: their weights are about to change."""
+        while self._fetches:
+            self._abandon(self._fetches.popitem()[1])
+
+    def _pump(self, fetch: _Fetch, *, keep: int, delay: int) -> None:
+        while fetch.next is not None and self._slots.num_free > keep:
+            slot = self._slots.lease()
+            assert slot is not None
+            fetch.flying.append(self._submit(fetch.unit, fetch.next, slot, delay))
+            fetch.next = next(fetch.waiting, None)
+
+    def _submit(self, unit: Unit, chunk: Chunk, slot: Region, delay: int) -> _Piece:
+        deadline = self._source.deadline() + delay
+        tickets = []
+        for half, role in enumerate(self._roles()):
+            place = self._source.place(unit.index, role)
+            num_bytes = round_up(2 * chunk.num_elems, STORE_ALIGN_BYTES)
+            target = slot.part(half * 2 * self._chunk_elems, num_bytes)
+            offset = place.offset + 2 * chunk.start
+            tickets.append(self._queue.read(place.file, target.view, offset, deadline=deadline))
+            self._metrics.read_bytes[f"{self.phase}.{role.value}"] += num_bytes
+        return _Piece(chunk, slot, tickets)
+
+    def _roles(self) -> tuple[Role, ...]:
+        return (Role.PARAM, Role.MASTER_LO) if self._exact else (Role.PARAM,)
+
+    def _finish(self, piece: _Piece, flat: torch.Tensor) -> None:
+        """Wait for one chunk and convert it; the slot is free again whatever happens."""
+        start = time.perf_counter()
+        try:
+            for ticket in piece.tickets:
+                ticket.wait()
+            self._metrics.seconds["stall"] += time.perf_counter() - start
+            num = piece.chunk.num_elems
+            hi = piece.slot.tensor(torch.bfloat16, num)
+            lo = None
+            if self._exact:
+                lo = piece.slot.tensor(torch.int16, num, offset=2 * self._chunk_elems)
+            self._device.fill(flat[piece.chunk.start : piece.chunk.stop], hi, lo)
+        finally:
+            _settle(piece)
+            self._slots.give_back(piece.slot)
+
+    def _abandon(self, fetch: _Fetch) -> None:
+        fetch.next = None
+        while fetch.flying:
+            piece = fetch.flying.popleft()
+            for ticket in piece.tickets:
+                ticket.cancel()
+            _settle(piece)
+            self._slots.give_back(piece.slot)
+
+
+def _settle(piece: _Piece) -> None:
+    """Wait until the I/O no longer touches the slot; errors were told to whoever needed the data."""
+    for ticket in piece.tickets:
+        with contextlib.suppress(aio.IOFailed):
+            ticket.wait()

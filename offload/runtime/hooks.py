@@ -1,0 +1,220 @@
+"""torch's own hooks, on the modules whose forward needs a unit, on the root, and on every parameter.
+
+    root pre-forward   begin FORWARD/EVAL, push saved-tensor hooks
+      module pre-forward   use(units)
+      module post-forward  watch its outputs for backward; release(units)
+    root post-forward  pop; evict what is left
+    outputs' gradient  (backward reaches a module)  ensure(units)
+    parameter's gradient accumulated                unit complete? take its gradients, evict
+    end of backward                                 take the rest, evict everything
+
+Correctness never depends on a guess: whatever backward needs comes back through the saved-tensor hooks.
+Everything is removed by `close()`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_iter
+
+from offload.runtime.binding import BoundUnit, PackedView, SavedViews
+from offload.runtime.gradients import GradientKeeper
+from offload.runtime.residency import Phase, Residency
+
+
+class Hooks:
+    """Installs and removes all hooks of one engine; runs on the user's and autograd's threads."""
+
+    def __init__(
+        self, model: nn.Module, needs: Sequence[tuple[nn.Module, tuple[int, ...]]],
+        residency: Residency, keeper: GradientKeeper, *,
+        persistent: BoundUnit | None, before_forward: Callable[[], None],
+    ) -> None:  # fmt: skip
+        self._residency = residency
+        self._keeper = keeper
+        self._persistent = persistent
+        self._before_forward = before_forward
+        self._views = SavedViews(residency.bound)
+        self._saved: torch.autograd.graph.saved_tensors_hooks | None = None
+        self._depth = 0  # of the root's forward
+        self._arrived = [_Arrivals(bound) for bound in residency.bound]
+        self._calls = [0] * len(residency.bound)  # of each unit's modules in this forward
+        self._handles: list[Any] = []
+        self._install(model, needs)
+
+    def close(self) -> None:
+        """Remove every hook; may be called twice."""
+        while self._handles:
+            self._handles.pop().remove()
+
+    def _install(
+        self, model: nn.Module, needs: Sequence[tuple[nn.Module, tuple[int, ...]]]
+    ) -> None:  # fmt: skip
+        keep = self._handles.append
+        # Outermost first: the root's hooks must run before those of a unit whose module is the root.
+        for module, units in needs:
+            keep(module.register_forward_pre_hook(partial(self._enter, units), prepend=True))
+            keep(module.register_forward_hook(partial(self._leave, units), always_call=True))
+        keep(model.register_forward_pre_hook(self._enter_root, prepend=True))
+        keep(model.register_forward_hook(self._leave_root, always_call=True))
+        for index, bound in enumerate(self._residency.bound):
+            for position, parameter in enumerate(bound.parameters):
+                if parameter.requires_grad:
+                    hook = partial(self._accumulated, index, position)
+                    keep(parameter.register_post_accumulate_grad_hook(hook))
+
+    # --- forward
+
+    def _enter_root(self, module: nn.Module, args: Any) -> None:
+        self._depth += 1
+        if self._depth > 1 or _inside_backward():  # recomputation of a checkpointed root
+            return
+        if self._residency.phase is not Phase.IDLE:  # an earlier pass ended in an exception
+            self.abort()
+        self._before_forward()
+        self._calls = [0] * len(self._calls)
+        self._residency.begin(Phase.FORWARD if torch.is_grad_enabled() else Phase.EVAL)
+        if torch.is_grad_enabled():
+            self._saved = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+            self._saved.__enter__()
+
+    def _leave_root(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._depth = max(self._depth - 1, 0)
+        if self._depth or _inside_backward():
+            return
+        self._pop_saved()
+        training = self._residency.phase is Phase.FORWARD
+        self._residency.begin(Phase.IDLE)
+        self._residency.forget_uses()
+        self._residency.evict_unused(but=self._residency.last_in_forward() if training else None)
+        if training:
+            self._residency.look_ahead(Phase.BACKWARD)
+        self._watch(output, self._begin_backward)
+
+    def _enter(self, units: tuple[int, ...], module: nn.Module, args: Any) -> None:
+        for index in units:
+            self._calls[index] += not _inside_backward()
+            self._residency.use(index)
+
+    def _leave(self, units: tuple[int, ...], module: nn.Module, args: Any, output: Any) -> None:
+        self._watch(output, partial(self._backward_reaches, units))
+        for index in units:
+            self._residency.release(index)
+
+    @staticmethod
+    def _watch(output: Any, action: Callable[[], None]) -> None:
+        """Run `action` when backward reaches one of the tensors in `output`."""
+        for tensor in tree_iter(output):
+            if isinstance(tensor, torch.Tensor) and tensor.requires_grad and tensor.grad_fn:
+                tensor.register_hook(lambda grad: action())
+
+    def _pack(self, tensor: torch.Tensor) -> torch.Tensor | PackedView:
+        bound = self._views.find(tensor)
+        return (
+            tensor
+            if bound is None or tensor.dtype != bound.flat.dtype
+            else PackedView(bound, tensor)
+        )
+
+    def _unpack(self, packed: torch.Tensor | PackedView) -> torch.Tensor:
+        if isinstance(packed, torch.Tensor):
+            return packed
+        self._begin_backward()
+        self._residency.ensure(packed.bound.unit.index)
+        return packed.unpack()
+
+    # --- backward
+
+    def _begin_backward(self) -> None:
+        """Enter BACKWARD once a pass; what is left over is taken when autograd has finished."""
+        if self._residency.phase is Phase.IDLE and _inside_backward():
+            self._residency.begin(Phase.BACKWARD)
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)  # type: ignore[attr-defined]
+
+    def _backward_reaches(self, units: tuple[int, ...]) -> None:
+        self._begin_backward()
+        for index in units:
+            self._residency.ensure(index)
+
+    def _accumulated(self, index: int, position: int, parameter: torch.Tensor) -> None:
+        self._begin_backward()
+        arrived = self._arrived[index]
+        arrived.add(position)
+        if arrived.complete(called_once=self._calls[index] <= 1):
+            self._complete(index)
+
+    def _complete(self, index: int) -> None:
+        self._keeper.take(self._residency.bound[index])
+        self._residency.evict(index)
+
+    def _end_backward(self) -> None:
+        for index, arrived in enumerate(self._arrived):
+            if arrived.finish():
+                self._complete(index)
+        if self._persistent is not None:
+            self._keeper.take(self._persistent)
+        self._residency.evict_unused()
+        self._residency.begin(Phase.IDLE)
+
+    def abort(self) -> None:
+        """Go on after an exception: what backward had produced stays, as in torch."""
+        self._depth = 0
+        self._pop_saved()
+        self._residency.forget_uses()
+        self._end_backward()
+
+    def _pop_saved(self) -> None:
+        if self._saved is not None:
+            self._saved.__exit__(None, None, None)
+            self._saved = None
+
+
+class _Arrivals:
+    """When are a unit's gradients complete?  When as many have arrived as in the pass before.
+
+    Reentrant checkpointing fires a parameter's hook once per use, so in the first pass a unit whose
+    modules ran more than once is complete only at the end of backward.
+    """
+
+    def __init__(self, bound: BoundUnit) -> None:
+        self._trainable = sum(slot.tensor.trainable for slot in bound.unit.slots)
+        self._count = 0
+        self._parameters: set[int] = set()
+        self._expected: int | None = None  # of the last pass
+
+    def add(self, position: int) -> None:
+        self._count += 1
+        self._parameters.add(position)
+
+    def complete(self, *, called_once: bool) -> bool:
+        """True at the arrival after which nothing more is expected."""
+        if self._expected is None and not called_once:
+            return False
+        expected = self._trainable if self._expected is None else self._expected
+        return self._count == expected and (
+            self._expected is not None or len(self._parameters) == self._trainable
+        )
+
+    def finish(self) -> bool:
+        """End the pass; True: something may have arrived after completion, or never completed."""
+        arrived = self._count > 0
+        if arrived:
+            self._expected = self._count
+        self._count = 0
+        self._parameters.clear()
+        return arrived
+
+
+def _inside_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
+def is_hooked(model: nn.Module) -> bool:
+    """True when an open engine holds this model."""
+    hooks = model._forward_pre_hooks.values()
+    return any(isinstance(getattr(hook, "__self__", None), Hooks) for hook in hooks)

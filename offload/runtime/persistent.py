@@ -1,0 +1,93 @@
+"""Small tensors: weights stay on the device, state in host memory (DESIGN M5).
+
+    region  [ param | master_lo | exp_avg | exp_avg_sq | grad ]   HOST, each role padded to 4096
+    flat    compute_dtype, DEVICE, refreshed from `param` after each update
+
+They form one unit that is updated and written like any other, but never read after the start.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+import aio
+from offload.memory.slab import Region
+from offload.partition.chunk import Chunk
+from offload.partition.unit import ELEM_BYTES, STATE_ROLES, STORE_ALIGN_BYTES, Role, Unit, round_up
+from offload.runtime.binding import BoundUnit
+from offload.runtime.device import Device
+from offload.runtime.initial import split_chunk
+
+DTYPES = {Role.PARAM: torch.bfloat16, Role.MASTER_LO: torch.int16,
+          Role.EXP_AVG: torch.float32, Role.EXP_AVG_SQ: torch.float32}  # fmt: skip
+
+
+class _Place(Protocol):
+    @property
+    def file(self) -> aio.File: ...
+    @property
+    def offset(self) -> int: ...
+
+
+class PersistentState:
+    """Host state of the small tensors."""
+
+    def __init__(self, bound: BoundUnit, region: Region, *, grad_bytes: int) -> None:
+        self.bound = bound
+        self.unit: Unit = bound.unit
+        self._regions: dict[Role, Region] = {}
+        start = 0
+        for role in STATE_ROLES:
+            # Frozen tensors keep both halves here, so that the device can always be refreshed.
+            elems = self.unit.num_elems if ELEM_BYTES[role] == 2 else self.unit.trainable_elems
+            size = round_up(elems * ELEM_BYTES[role], STORE_ALIGN_BYTES)
+            self._regions[role] = region.part(start, size)
+            start += size
+        self.grad = region.part(
+            start, round_up(self.unit.trainable_elems * grad_bytes, STORE_ALIGN_BYTES)
+        )
+
+    def region(self, role: Role) -> Region:
+        return self._regions[role]
+
+    def tensor(self, role: Role) -> torch.Tensor:
+        """The role's flat buffer; shares memory."""
+        num_elems = self.unit.num_elems if ELEM_BYTES[role] == 2 else self.unit.trainable_elems
+        return self._regions[role].tensor(DTYPES[role], num_elems)
+
+    def initialise(self) -> None:
+        """Take the masters from the live parameters; moments are zero."""
+        live = {
+            slot.tensor.name: parameter
+            for slot, parameter in zip(self.unit.slots, self.bound.parameters, strict=True)
+        }
+        whole = Chunk(0, 0, self.unit.num_elems)
+        split_chunk(self.unit, whole, live, self.tensor(Role.PARAM), self.tensor(Role.MASTER_LO))
+        self.tensor(Role.EXP_AVG).zero_()
+        self.tensor(Role.EXP_AVG_SQ).zero_()
+
+    def transfer(
+        self, move: Callable[[aio.File, memoryview, int], aio.Ticket],
+        place: Callable[[Role], _Place], *, moments: bool,
+    ) -> int:  # fmt: skip
+        """Read or write the roles whole, and wait; returns bytes."""
+        tickets, num_bytes = [], 0
+        for role in STATE_ROLES:
+            elems = self.unit.role_elems(role)
+            if not elems or (not moments and ELEM_BYTES[role] == 4):
+                continue
+            size = round_up(elems * ELEM_BYTES[role], STORE_ALIGN_BYTES)
+            at = place(role)
+            tickets.append(move(at.file, self._regions[role].part(0, size).view, at.offset))
+            num_bytes += size
+        for ticket in tickets:
+            ticket.wait()
+        return num_bytes
+
+    def refresh(self, device: Device, *, exact: bool) -> None:
+        """Give the device the current weights."""
+        lo = self.tensor(Role.MASTER_LO) if exact else None
+        device.fill(self.bound.flat, self.tensor(Role.PARAM), lo)

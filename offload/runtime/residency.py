@@ -1,0 +1,158 @@
+"""Which units are on the device, and why they may leave.
+
+    use(u)      count + 1, present          a module's forward begins
+    release(u)  count - 1                   it ends; unused units leave at once in forward
+    ensure(u)   present, no count           a saved view is unpacked, a parameter is used outside its module
+    evict(u)    storage freed
+
+Room is made before a fill: units that nobody uses leave, least recently used first.  Phases decide what
+the next uses are; the bytes on the device never exceed what the budget leaves for weights.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+
+from offload.errors import BudgetError
+from offload.metrics import Metrics
+from offload.runtime.binding import BoundUnit, Presence
+from offload.runtime.evicted import EvictedParameter
+from offload.runtime.fetch import Fetcher
+from offload.schedule.trace import Trace
+
+PREFETCH_UNITS = 2
+
+
+class Phase(enum.Enum):
+    """What the model is doing."""
+
+    IDLE = "no forward or backward is running; evicted parameters refuse to be read"
+    FORWARD = "forward with gradients: units leave when their module ends"
+    EVAL = "forward without gradients"
+    BACKWARD = "units leave when their gradients are complete"
+
+
+class Residency:
+    """Presence of all units.  Hooks call it one at a time; it waits only inside fills."""
+
+    def __init__(
+        self, bound: Sequence[BoundUnit], fetcher: Fetcher, guard: type[EvictedParameter], *,
+        weight_bytes: int, metrics: Metrics,
+    ) -> None:  # fmt: skip
+        self.bound = bound
+        self.phase = Phase.IDLE
+        self._fetcher = fetcher
+        self._guard = guard
+        self._capacity = weight_bytes  # of the device budget, for weights of units
+        self._metrics = metrics
+        self._uses = [0] * len(bound)
+        self._recent: list[int] = []  # present units, least recently used first
+        order = list(range(len(bound)))
+        self._traces = {
+            Phase.FORWARD: Trace(order),
+            Phase.EVAL: Trace(order),
+            Phase.BACKWARD: Trace(order[::-1]),
+        }
+
+    def begin(self, phase: Phase) -> None:
+        """Enter a phase."""
+        self.phase = phase
+        if phase is not Phase.IDLE:
+            self._traces[phase].begin()
+            self._fetcher.phase = "backward" if phase is Phase.BACKWARD else "forward"
+            self.look_ahead(phase)
+
+    def use(self, index: int) -> None:
+        """Make a unit present and keep it until the matching `release`."""
+        self.ensure(index)
+        self._uses[index] += 1
+
+    def release(self, index: int) -> None:
+        """End a use; in forward a unit that nobody uses leaves, but the last one stays to turn around."""
+        self._uses[index] -= 1
+        if self.phase in (Phase.FORWARD, Phase.EVAL) and not self._uses[index]:
+            turning = self.phase is Phase.FORWARD and self._traces[self.phase].order[-1:] == [index]
+            if not (turning and not self._traces[self.phase].upcoming(1)):
+                self.evict(index)
+
+    def ensure(self, index: int) -> None:
+        """Make a unit present."""
+        bound = self.bound[index]
+        moved = self.phase is not Phase.IDLE and self._traces[self.phase].use(index)
+        if bound.presence is Presence.PRESENT:
+            self._touch(index)
+        else:
+            self._fill(bound)
+        if moved:
+            self.look_ahead(self.phase)
+
+    def _fill(self, bound: BoundUnit) -> None:
+        self._make_room(bound)
+        bound.begin_fill()
+        try:
+            self._fetcher.fill(bound)
+        except BaseException:
+            bound.evict(self._guard)
+            raise
+        bound.end_fill()
+        self._recent.append(bound.unit.index)
+
+    def evict(self, index: int) -> None:
+        """Free a unit's storage, if it has one."""
+        bound = self.bound[index]
+        if bound.presence is Presence.EVICTED:
+            return
+        bound.evict(self._guard)
+        self._metrics.evictions[bound.unit.name] += 1
+        if index in self._recent:
+            self._recent.remove(index)
+
+    def evict_unused(self, *, but: int | None = None) -> None:
+        """Evict all units that no module is using now."""
+        for index in list(self._recent):
+            if not self._uses[index] and index != but:
+                self.evict(index)
+
+    def forget_uses(self) -> None:
+        """After an exception left modules half-way: nobody uses anything."""
+        self._uses = [0] * len(self._uses)
+
+    def discard_prefetches(self) -> None:
+        """Weights are about to change on disk."""
+        self._fetcher.discard()
+
+    def look_ahead(self, phase: Phase) -> None:
+        """Prefetch what `phase` uses next."""
+        for index in self._traces[phase].upcoming(PREFETCH_UNITS):
+            if self.bound[index].presence is Presence.EVICTED:
+                self._fetcher.prefetch(self.bound[index].unit)
+
+    def last_in_forward(self) -> int | None:
+        """The unit with which forward ends and backward begins."""
+        order = self._traces[Phase.FORWARD].order
+        return order[-1] if order else None
+
+    def forward_order(self) -> list[int]:
+        """Units by their next use in training."""
+        return self._traces[Phase.FORWARD].order
+
+    def _touch(self, index: int) -> None:
+        self._recent.remove(index)
+        self._recent.append(index)
+
+    def _make_room(self, bound: BoundUnit) -> None:
+        present = sum(self.bound[index].weight_bytes for index in self._recent)
+        for index in list(self._recent):
+            if present + bound.weight_bytes <= self._capacity:
+                return
+            if not self._uses[index]:
+                present -= self.bound[index].weight_bytes
+                self.evict(index)
+        if present + bound.weight_bytes > self._capacity:
+            names = ", ".join(self.bound[index].unit.name for index in self._recent)
+            raise BudgetError(
+                f"device_memory is too small for unit {bound.unit.name!r}: expected"
+                f" {present + bound.weight_bytes:,} bytes for weights, of which {present:,} are in use"
+                f" by {names}, got {self._capacity:,}. Raise device_memory by the difference."
+            )

@@ -1,0 +1,188 @@
+"""Divide the two budgets: what is held where, how large a chunk is, how many slots each stream gets.
+
+    host budget  = persistent state + fetch slots + update slots + spill slots + held gradients
+                   (small tensors)    (weights in)  (the chain)     (gradients out, only where some are spilled)
+    device budget >= largest unit's weights and gradients + persistent tensors and gradients + one prefetch
+
+The chunk is the largest power of two for which the preferred slots take at most half of the host
+budget, so that the rest can hold gradients: first those of the front units, which are produced
+last and needed first.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from offload.errors import BudgetError
+from offload.partition.chunk import CHUNK_MULTIPLE
+from offload.partition.unit import STORE_ALIGN_BYTES, Unit, round_up
+
+MAX_CHUNK_ELEMS = 1 << 20  # 4 Mi gained nothing and moved in lumps (FACTS)
+STATE_BYTES = 12  # param 2, master_lo 2, exp_avg 4, exp_avg_sq 4
+MIN_FETCH, MIN_UPDATE, MIN_SPILL = 3, 2, 2
+MAX_FETCH, PREFERRED_UPDATE, PREFERRED_SPILL = 64, 16, 4
+
+
+@dataclass(frozen=True)
+class Formats:
+    """Bytes per element of what moves and of what computes."""
+
+    weight: int  # 2: bf16 weights move; 4: both halves
+    compute: int
+    grad: int  # as kept: 2 for one micro-step in bf16, else 4
+
+
+@dataclass(frozen=True)
+class Placement:
+    """The division of the host budget, in bytes of one slab."""
+
+    chunk_elems: int
+    fetch_slots: int
+    fetch_slot_bytes: int
+    update_slots: int
+    update_slot_bytes: int
+    spill_slots: int
+    spill_slot_bytes: int
+    persistent_bytes: int
+    held: frozenset[int]  # units whose gradients stay in host memory
+    spilled: frozenset[int]
+    held_bytes: int
+
+    @property
+    def slot_bytes(self) -> int:
+        return (
+            self.fetch_slots * self.fetch_slot_bytes
+            + self.update_slots * self.update_slot_bytes
+            + self.spill_slots * self.spill_slot_bytes
+        )
+
+    @property
+    def total_bytes(self) -> int:
+        return self.persistent_bytes + self.slot_bytes + self.held_bytes
+
+
+def grad_bytes(unit: Unit, formats: Formats) -> int:
+    """Host bytes of a unit's kept gradients."""
+    return round_up(unit.trainable_elems * formats.grad, STORE_ALIGN_BYTES)
+
+
+def persistent_host_bytes(persistent: Unit | None, formats: Formats) -> int:
+    """Host bytes of the small tensors' state and gradients, each role padded."""
+    if persistent is None:
+        return 0
+    sizes = [persistent.num_elems * 2] * 2  # frozen tensors keep both halves
+    sizes += [persistent.trainable_elems * size for size in (4, 4, formats.grad)]
+    return sum(round_up(size, STORE_ALIGN_BYTES) for size in sizes)
+
+
+def place(
+    units: Sequence[Unit], persistent: Unit | None, formats: Formats, *,
+    host_memory: int | None, chunk_elems: int | None = None,
+) -> Placement:  # fmt: skip
+    """Divide `host_memory` bytes (None: as much as is useful); raises BudgetError with the least that works.
+
+    `units` are in forward order, `persistent` left out.  `chunk_elems` fixes the chunk.
+    """
+    ceiling = round_up(max((unit.num_elems for unit in units), default=1), CHUNK_MULTIPLE)
+    if chunk_elems is not None:
+        choices = [min(chunk_elems, ceiling)]
+    else:
+        top = min(MAX_CHUNK_ELEMS, 1 << (ceiling - 1).bit_length())
+        choices = [top >> shift for shift in range(32) if top >> shift >= CHUNK_MULTIPLE]
+    fixed = persistent_host_bytes(persistent, formats)
+    grads = sum(grad_bytes(unit, formats) for unit in units)
+    for preferred, share in ((True, 0.5), (True, 1.0), (False, 1.0)):
+        for chunk, spill in itertools.product(choices, (False, True)):
+            slots = _slots(chunk, ceiling, formats, preferred=preferred, spill=spill)
+            need = fixed + slots.slot_bytes + (0 if spill else grads)
+            budget = host_memory if host_memory is not None else need / share
+            if need <= budget and slots.slot_bytes <= share * budget:
+                room = budget - fixed - slots.slot_bytes
+                return _with_gradients(slots, units, formats, fixed=fixed, room=int(room))
+    least = fixed + _slots(choices[-1], ceiling, formats, preferred=False, spill=True).slot_bytes
+    raise BudgetError(_host_message(host_memory or 0, least, fixed, choices[-1]))
+
+
+def _slots(
+    chunk: int, ceiling: int, formats: Formats, *, preferred: bool, spill: bool
+) -> Placement:
+    chunks_of_largest = -(-ceiling // chunk)
+    fetch = min(MAX_FETCH, 2 * chunks_of_largest + 2) if preferred else MIN_FETCH
+    update = PREFERRED_UPDATE if preferred else MIN_UPDATE
+    spills = (PREFERRED_SPILL if preferred else MIN_SPILL) if spill else 0
+    return Placement(
+        chunk_elems=chunk,
+        fetch_slots=max(fetch, MIN_FETCH),
+        fetch_slot_bytes=chunk * formats.weight,
+        update_slots=update,
+        update_slot_bytes=chunk * (STATE_BYTES + formats.grad),
+        spill_slots=spills,
+        spill_slot_bytes=chunk * formats.grad,
+        persistent_bytes=0,
+        held=frozenset(),
+        spilled=frozenset(),
+        held_bytes=0,
+    )
+
+
+def _with_gradients(
+    slots: Placement, units: Sequence[Unit], formats: Formats, *, fixed: int, room: int
+) -> Placement:
+    held: set[int] = set()
+    held_bytes = 0
+    for unit in units:
+        need = grad_bytes(unit, formats)
+        if unit.trainable_elems and held_bytes + need <= room:
+            held.add(unit.index)
+            held_bytes += need
+    spilled = {unit.index for unit in units if unit.trainable_elems} - held
+    values = {**slots.__dict__, "persistent_bytes": fixed, "held_bytes": held_bytes}
+    return Placement(**{**values, "held": frozenset(held), "spilled": frozenset(spilled)})
+
+
+def _host_message(host_memory: int, least: int, fixed: int, chunk: int) -> str:
+    return (
+        f"host_memory is too small: expected at least {least:,} bytes, got {host_memory:,}."
+        f" It must hold {fixed:,} bytes of small tensors' state and gradients"
+        f" + {least - fixed:,} bytes of transfer slots"
+        f" ({MIN_FETCH} fetch + {MIN_UPDATE} update + {MIN_SPILL} gradient slots of"
+        f" {chunk:,} elements)."
+        f" Set host_memory={least} or more."
+    )
+
+
+def device_least_bytes(units: Sequence[Unit], persistent: Unit | None, formats: Formats) -> int:
+    """The least `device_memory` (DESIGN M2)."""
+    return sum(size for _, size in _device_parts(units, persistent, formats))
+
+
+def _device_parts(
+    units: Sequence[Unit], persistent: Unit | None, formats: Formats
+) -> list[tuple[str, int]]:
+    largest = max(units, key=lambda unit: unit.num_elems, default=None)
+    parts: list[tuple[str, int]] = []
+    if largest is not None:
+        weights = largest.num_elems * formats.compute
+        parts.append((f"weights of the largest unit {largest.name!r}", weights))
+        parts.append(("its gradients", largest.trainable_elems * formats.compute))
+        parts.append(("one prefetch", weights))
+    if persistent is not None:
+        parts.append(("small tensors", persistent.num_elems * formats.compute))
+        parts.append(("their gradients", persistent.trainable_elems * formats.compute))
+    return parts
+
+
+def check_device(
+    device_memory: int, units: Sequence[Unit], persistent: Unit | None, formats: Formats
+) -> None:
+    """Raise BudgetError, with the sum, unless the device can hold the largest unit at work."""
+    parts = _device_parts(units, persistent, formats)
+    least = sum(size for _, size in parts)
+    if device_memory < least:
+        arithmetic = " + ".join(f"{size:,} ({what})" for what, size in parts)
+        raise BudgetError(
+            f"device_memory is too small: expected at least {least:,} bytes = {arithmetic},"
+            f" got {device_memory:,}. Set device_memory={least} or more."
+        )
