@@ -8,6 +8,7 @@
 Knows nothing of tensors or training; `aio/README.md` tells the life of a request.
 """
 
+from aio import faults
 from aio.buffer import Buffer
 from aio.errors import IOFailed
 from aio.file import File
@@ -15,4 +16,4 @@ from aio.probe import Probe, probe
 from aio.queue import Queue, Request
 from aio.ticket import Ticket
 
-__all__ = ["Buffer", "File", "IOFailed", "Probe", "Queue", "Request", "Ticket", "probe"]
+__all__ = ["Buffer", "File", "IOFailed", "Probe", "Queue", "Request", "Ticket", "faults", "probe"]

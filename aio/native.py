@@ -54,7 +54,17 @@ def memory_of(buffer: object, *, writable: bool) -> Memory:
             f"got: {error}. "
             "Pass a slice of an aio.Buffer, a numpy array or a bytearray."
         ) from None
-    return Memory(ffi.cast("void *", view), len(view), (view, buffer))
+    keep = _pin(buffer.obj) if isinstance(buffer, memoryview) else None
+    return Memory(ffi.cast("void *", view), len(view), keep or view)
+
+
+def _pin(exporter: object) -> object | None:
+    """Hold the memory at its source: Python 3.11 crashes if the garbage collector finds a cycle
+    with a memoryview that is exported itself."""
+    try:
+        return ffi.from_buffer("char[]", exporter)  # type: ignore[no-any-return]
+    except (TypeError, BufferError, ValueError):  # not contiguous as a whole
+        return None
 
 
 def _memory_at(pair: tuple[Any, ...]) -> Memory:

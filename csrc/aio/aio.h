@@ -105,4 +105,31 @@ int aio_wait(aio_ticket *ticket, int64_t timeout_ns, aio_result *result); /* -ET
 int aio_cancel(aio_ticket *ticket);
 void aio_release(aio_ticket *ticket);
 
+/* ---- Tests only: the faults backend ----
+ * It does one block after the other, in the order of their submission, with pread and pwrite, and on demand fails them,
+ * cuts them short, lets others overtake them, or holds them.  The calls return -EINVAL on a queue of another backend. */
+enum aio_fault_kind {
+    AIO_FAULT_ERROR = 0, /* nothing is done; `value`: errno */
+    AIO_FAULT_SHORT = 1, /* `value` bytes are done */
+    AIO_FAULT_DELAY = 2  /* `value` younger blocks end first, as far as there are any */
+};
+
+typedef struct aio_fault {
+    uint64_t nth; /* block, counted from 0 over the life of the queue; a retry counts again */
+    int kind;
+    uint64_t value;
+} aio_fault;
+
+typedef struct aio_fault_block {
+    int op;
+    uint64_t offset;
+    uint64_t bytes;
+} aio_fault_block;
+
+int aio_faults_inject(aio_queue *queue, const aio_fault *faults, uint32_t count); /* replaces what was injected */
+int aio_faults_allow(aio_queue *queue, uint64_t blocks); /* so many more may end, UINT64_MAX: all; starts with all */
+int aio_faults_skip_io(aio_queue *queue, int skip);      /* succeed without touching file or memory */
+int aio_faults_wait(aio_queue *queue, uint64_t blocks);  /* until so many have been submitted */
+int64_t aio_faults_log(aio_queue *queue, aio_fault_block *out, uint32_t room); /* how many; the first `room` of them */
+
 #endif
