@@ -25,7 +25,7 @@ static bool stream_is_valid(const update_pipeline *pipeline, const update_stream
 
 static bool chunk_is_valid(const update_pipeline *pipeline, const struct submission *all, const update_chunk *chunk)
 {
-    if (chunk->num_elems > pipeline->chunk_elems || chunk->unit >= all->num_units)
+    if (chunk->num_elems == 0 || chunk->num_elems > pipeline->chunk_elems || chunk->unit >= all->num_units)
         return false;
     if ((uint64_t)chunk->first_segment + chunk->num_segments > all->num_segments)
         return false;

@@ -43,7 +43,7 @@ typedef struct update_stream {
 typedef struct update_chunk {
     uint64_t deadline;      /* smaller is more urgent: the unit's next use */
     uint32_t unit;          /* 0 <= unit < num_units of the job */
-    uint32_t num_elems;     /* <= chunk_elems of the pipeline; transfers are rounded up to 4096 bytes */
+    uint32_t num_elems;     /* 1 to chunk_elems of the pipeline; transfers are rounded up to 4096 bytes */
     uint32_t first_segment;
     uint32_t num_segments;
     update_stream streams[UPDATE_NUM_ROLES];

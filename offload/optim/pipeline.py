@@ -10,11 +10,13 @@ be used from any thread; `UpdatePipeline` has one owner, `submit` may come from 
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 import time
 import weakref
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -110,7 +112,7 @@ class UpdateJob:
         job = self._open()
         end = None if timeout is None else time.monotonic() + timeout
         status = self._status(job, unit, 0.0)
-        while status == -_ETIME:
+        while status == -errno.ETIME:
             left = _SIGNAL_POLL_S if end is None else min(_SIGNAL_POLL_S, end - time.monotonic())
             if left <= 0:
                 raise TimeoutError(f"update of {self._name(unit)}: not ended after {timeout} s.")
@@ -120,7 +122,7 @@ class UpdateJob:
 
     def done(self, unit: int | None = None) -> bool:
         """Tell whether `wait(unit)` would return, or raise, at once."""
-        return self._status(self._open(), unit, 0.0) != -_ETIME
+        return self._status(self._open(), unit, 0.0) != -errno.ETIME
 
     def cancel(self) -> None:
         """Drop what has not started; transfers in flight end.  An ended job stays as it is."""
@@ -157,7 +159,7 @@ class UpdateJob:
 
     def _status(self, job: _Job, unit: int | None, timeout: float) -> int:
         status: int = lib.update_wait(job.native, _unit_index(unit), int(timeout * 1e9))
-        if status == -_EINVAL:
+        if status == -errno.EINVAL:
             raise StateError(f"update job: expected a unit of this job, got {unit}.")
         return status
 
@@ -169,7 +171,7 @@ class UpdateJob:
     def _error(self, job: _Job) -> StateError | StoreError:
         error = ffi.new("update_error *")
         lib.update_job_error(job.native, error)
-        if error.error == _ECANCELED:
+        if error.error == errno.ECANCELED:
             return StateError(
                 "update: expected it to end, but it was cancelled. The last generation is intact."
             )
@@ -185,9 +187,6 @@ class UpdateJob:
         )
         told.errno = error.error
         return told
-
-
-_ETIME, _EINVAL, _ECANCELED = 62, 22, 125
 
 
 def _unit_index(unit: int | None) -> int:
@@ -262,8 +261,9 @@ class UpdatePipeline:
         for array, dtype in arrays:
             arguments += [_pointer(array, np.dtype(dtype)), len(array)]
         out = ffi.new("update_job **")
-        with self._lock:
-            if not self._finalizer.alive or os.getpid() != self._pid:
+        own = os.getpid() == self._pid  # before the lock: a fork may have copied it locked
+        with self._lock if own else nullcontext():
+            if not (own and self._finalizer.alive):
                 raise StateError("update pipeline: expected an open one, got a closed one.")
             status = lib.update_submit(self._native, *arguments, out)
         if status < 0:
@@ -275,8 +275,9 @@ class UpdatePipeline:
 
     def close(self) -> None:
         """Cancel every job, wait for what is in flight, join the thread.  May be called twice."""
-        with self._lock:
-            self._finalizer()
+        if os.getpid() == self._pid:
+            with self._lock:
+                self._finalizer()
 
     def __enter__(self) -> UpdatePipeline:
         return self

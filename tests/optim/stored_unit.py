@@ -25,12 +25,6 @@ from offload.partition.unit import (
 )
 
 ON_DISK = dict.fromkeys(UPDATE_ROLES, "disk")
-DTYPES = {
-    Role.PARAM: torch.bfloat16,
-    Role.MASTER_LO: torch.int16,
-    Role.EXP_AVG: torch.float32,
-    Role.EXP_AVG_SQ: torch.float32,
-}
 
 
 def make_unit(name: str, sizes: list[int], *, frozen: int = 0) -> Unit:
@@ -62,6 +56,7 @@ class StoredUnit:
     initial: dict[Role, torch.Tensor] = field(default_factory=dict)
     memory: dict[Role, aio.Buffer] = field(default_factory=dict)
     files: dict[tuple[Role, str], aio.File] = field(default_factory=dict)
+    before: dict[Role, bytes] = field(default_factory=dict)  # side B
 
     def __post_init__(self) -> None:
         self.folder.mkdir(exist_ok=True)
@@ -74,14 +69,18 @@ class StoredUnit:
                 self._view(role)[:] = tensor.view(torch.uint8)
             else:
                 self._write_file(role, "a", tensor)
-            self._write_file(role, "b", torch.zeros_like(tensor))
+            before = torch.zeros_like(tensor)
+            before[self.unit.trainable_elems :] = tensor[self.unit.trainable_elems :]
+            self.before[role] = _raw(before)
+            self._write_file(role, "b", before)  # frozen tensors are on both sides from the start
 
     def _make_state(self) -> None:
         random = torch.Generator().manual_seed(self.seed)
         size = self.unit.trainable_elems  # padding gets values too: it must be carried through
         state = TensorState.of(torch.randn(size, generator=random))
+        frozen = torch.randn(self.unit.num_elems - size, generator=random).to(torch.bfloat16)
         self.initial = {
-            Role.PARAM: state.param,
+            Role.PARAM: torch.cat([state.param, frozen]),
             Role.MASTER_LO: state.master_lo,
             Role.EXP_AVG: torch.randn(size, generator=random) * 0.1,
             Role.EXP_AVG_SQ: torch.rand(size, generator=random) * 0.01,
@@ -90,7 +89,7 @@ class StoredUnit:
 
     def num_bytes(self, role: Role) -> int:
         width = GRAD_FORMATS[self.grad_dtype][0] if role is Role.GRAD else ELEM_BYTES[role]
-        return round_up(self.unit.trainable_elems * width, 4096)
+        return round_up(self.unit.role_elems(role) * width, 4096)
 
     def _view(self, role: Role) -> torch.Tensor:
         tensor = self.initial[role]
@@ -118,7 +117,7 @@ class StoredUnit:
         return StreamPlace(host, read, (self.files[role, "b"], 0))
 
     def expected(self, rows: np.ndarray, row_of: Mapping[str, int | None]) -> dict[Role, bytes]:
-        """Generation g+1 by the reference; tensors without a row, and padding, stay."""
+        """Generation g+1 by the reference; frozen tensors, those without a row, padding stay."""
         after = {role: self.initial[role].clone() for role in STATE_ROLES}
         for slot in self.unit.slots:
             row = row_of.get(slot.tensor.name)
@@ -134,6 +133,9 @@ class StoredUnit:
             role: self.path(role, "b").read_bytes()[: self.initial[role].nbytes]
             for role in STATE_ROLES
         }
+
+    def is_written(self) -> bool:
+        return any(raw != self.before[role] for role, raw in self.written().items())
 
     def in_memory(self, role: Role) -> bytes:
         return _raw(self._view(role).clone())

@@ -14,7 +14,7 @@ from offload.errors import StateError, StoreError
 from offload.kernels import ADAM_ROW
 from offload.optim.chunks import StreamPlace, build_unit_chunks, stack
 from offload.optim.pipeline import CHUNK, SEGMENT, UpdateJob, UpdatePipeline
-from offload.partition.unit import STATE_ROLES, Role
+from offload.partition.unit import STATE_ROLES, Role, round_up
 
 ROWS = make_rows(5)
 
@@ -141,6 +141,19 @@ def test_chunks_get_slots_in_order_of_their_deadline(open_pipeline, store_unit):
     assert job.admitted == [1, 3, 0, 2]
 
 
+def test_deadlines_order_the_chunks_of_all_jobs(open_pipeline, store_unit):
+    pipeline = open_pipeline(num_slots=2)  # of which units that are not released get one
+    jobs = []
+    for deadline in (5, 9, 1):
+        stored = store_unit(f"due{deadline}", (100,), seed=deadline)
+        parts = chunks_of(stored, deadline=deadline)
+        jobs.append(pipeline.submit(*parts, ROWS, np.zeros(1, np.uint8), keep_alive=stored))
+    assert [job.admitted for job in jobs] == [[0], [], []]
+    jobs[0].release()
+    jobs[0].wait()
+    assert [job.admitted for job in jobs] == [[0], [], [0]]
+
+
 def test_a_unit_waits_for_its_release_and_no_longer(open_pipeline, store_unit):
     first, second = store_unit("first"), store_unit("second", seed=1)
     job = submit(open_pipeline(), first, second, released=False)
@@ -150,7 +163,7 @@ def test_a_unit_waits_for_its_release_and_no_longer(open_pipeline, store_unit):
     job.wait(1)
     assert_updated(second)
     assert not job.done(0)
-    assert not any(any(written) for written in first.written().values())
+    assert not first.is_written()
     job.release(0)
     job.wait()
     assert_updated(first)
@@ -201,7 +214,10 @@ def test_statistics_tell_every_byte_and_element(open_pipeline, store_unit):
     job = submit(open_pipeline(), stored)
     job.wait()
     stats = job.stats
-    padded = {role: stored.num_bytes(role) for role in STATE_ROLES}
+    width = {Role.PARAM: 2, Role.MASTER_LO: 2, Role.EXP_AVG: 4, Role.EXP_AVG_SQ: 4}
+    padded = {
+        role: round_up(stored.unit.trainable_elems * width[role], 4096) for role in STATE_ROLES
+    }
     assert stats.write_bytes == {**padded, Role.GRAD: 0}
     assert stats.read_bytes == {
         Role.PARAM: padded[Role.PARAM],
@@ -293,7 +309,7 @@ def test_the_first_error_is_kept_when_units_are_released_later(open_pipeline, st
     job.release(0)
     with pytest.raises(StoreError, match="'bad'"):
         job.wait()
-    assert not any(any(written) for written in held.written().values())
+    assert not held.is_written()
 
 
 def test_a_cancelled_job_ends_its_waits_and_frees_its_slots(open_pipeline, store_unit):
@@ -381,6 +397,7 @@ def test_inconsistent_arrays_are_refused_before_anything_starts(open_pipeline, s
     numbers = itertools.count()
     refused(lambda chunks, _: set_field(chunks, "unit", 1))
     refused(lambda chunks, _: set_field(chunks, "num_elems", 2049))
+    refused(lambda chunks, _: set_field(chunks, "num_elems", 0))
     refused(lambda chunks, _: set_field(chunks, "num_segments", 99))
     refused(lambda chunks, _: set_field(chunks, "first_segment", 0xFFFFFFFF))
     refused(lambda _, segments: set_field(segments, "num_elems", 0xFFFFFFFF))

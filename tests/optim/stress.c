@@ -1,0 +1,186 @@
+/* Jobs from several threads on one pipeline, with releases, cancellations, errors and early ends: for the sanitizers.
+ *
+ * Each round writes known bytes, updates units with rows that change nothing but the weight decay, and checks what was
+ * written wherever the job succeeded.  Usage: stress FILE ROUNDS BACKEND(enum aio_backend_id)
+ */
+#include <errno.h>
+#include <fcntl.h>
+#include <pthread.h>
+#include <stdatomic.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+#include "update/update.h"
+
+enum { CHUNK_ELEMS = 2048, NUM_SLOTS = 3, NUM_SUBMITTERS = 3, NUM_UNITS = 3, CHUNKS_A_UNIT = 3 };
+enum { NUM_CHUNKS = NUM_UNITS * CHUNKS_A_UNIT, CHUNK_BYTES = CHUNK_ELEMS * 16 };
+
+static update_pipeline *pipeline;
+static aio_file file, closed_file = {.direct_fd = -1, .buffered_fd = -1, .alignment = 512};
+static int rounds;
+static atomic_int failures, updated, cancelled, failed;
+
+#define CHECK(condition)                                                                                               \
+    do {                                                                                                               \
+        if (!(condition)) {                                                                                            \
+            fprintf(stderr, "line %d: %s\n", __LINE__, #condition);                                                    \
+            atomic_fetch_add(&failures, 1);                                                                            \
+        }                                                                                                              \
+    } while (0)
+
+/* Places of a chunk in the file: reads at `at`, writes CHUNK_BYTES * NUM_CHUNKS * NUM_SUBMITTERS later. */
+static void place(update_chunk *chunk, uint64_t at)
+{
+    static const uint32_t widths[UPDATE_NUM_ROLES] = {2, 2, 4, 4, 4};
+    for (uint32_t role = 0; role < UPDATE_NUM_ROLES; role++) {
+        chunk->streams[role] = (update_stream){.read_file = &file, .read_offset = at, .elem_bytes = widths[role]};
+        if (role != UPDATE_GRAD) {
+            chunk->streams[role].write_file = &file;
+            chunk->streams[role].write_offset = at + (uint64_t)CHUNK_BYTES * NUM_CHUNKS * NUM_SUBMITTERS;
+        }
+        at += (uint64_t)widths[role] * CHUNK_ELEMS;
+    }
+}
+
+static uint64_t start_of(uint32_t submitter, uint32_t chunk)
+{
+    return (uint64_t)(submitter * NUM_CHUNKS + chunk) * CHUNK_BYTES;
+}
+
+/* Weights are 2.0 and the decay is 0.5: every updated weight is 1.0. */
+static void fill_file(void)
+{
+    static uint16_t weights[CHUNK_BYTES / 2];
+    for (uint32_t i = 0; i < CHUNK_ELEMS; i++)
+        weights[i] = 0x4000;
+    for (uint32_t chunk = 0; chunk < 2 * NUM_SUBMITTERS * NUM_CHUNKS; chunk++)
+        CHECK(pwrite(file.buffered_fd, weights, CHUNK_BYTES, (off_t)chunk * CHUNK_BYTES) == CHUNK_BYTES);
+}
+
+static void check_written(uint32_t submitter)
+{
+    uint16_t weights[CHUNK_ELEMS];
+    for (uint32_t chunk = 0; chunk < NUM_CHUNKS; chunk++) {
+        off_t at = (off_t)(start_of(submitter, chunk) + (uint64_t)CHUNK_BYTES * NUM_CHUNKS * NUM_SUBMITTERS);
+        CHECK(pread(file.buffered_fd, weights, sizeof weights, at) == sizeof weights);
+        for (uint32_t i = 0; i < CHUNK_ELEMS; i++)
+            if (weights[i] != 0x3f80) {
+                CHECK(!"a weight is not 1.0");
+                return;
+            }
+    }
+}
+
+struct release {
+    update_job *job;
+    uint32_t count; /* units 0 to count - 1, from the last */
+};
+
+static void *release_units(void *arg)
+{
+    struct release *release = arg;
+    for (uint32_t unit = release->count; unit-- > 0;)
+        CHECK(update_release(release->job, unit) == 0);
+    return NULL;
+}
+
+enum ending { WAIT, CANCEL, FREE, BAD_READ, BAD_WRITE, NUM_ENDINGS };
+
+static update_job *submit(uint32_t submitter, uint32_t round, enum ending ending)
+{
+    update_chunk chunks[NUM_CHUNKS] = {0};
+    update_segment segments[NUM_CHUNKS];
+    simd_adam_row row = {.decay = 0.5f, .eps = 1.0f, .inv_sqrt_bias2 = 1.0f};
+    uint8_t released[NUM_UNITS] = {round % 2, 0, 0};
+    for (uint32_t i = 0; i < NUM_CHUNKS; i++) {
+        chunks[i] = (update_chunk){
+            .deadline = (i * 7 + round) % 5, .unit = i % NUM_UNITS, .num_elems = CHUNK_ELEMS, .first_segment = i,
+            .num_segments = 1};
+        segments[i] = (update_segment){0, CHUNK_ELEMS, 0};
+        place(&chunks[i], start_of(submitter, i));
+    }
+    if (ending == BAD_READ)
+        chunks[round % NUM_CHUNKS].streams[UPDATE_EXP_AVG].read_file = &closed_file;
+    if (ending == BAD_WRITE)
+        chunks[round % NUM_CHUNKS].streams[UPDATE_EXP_AVG].write_file = &closed_file;
+    update_job *job = NULL;
+    CHECK(update_submit(pipeline, chunks, NUM_CHUNKS, segments, NUM_CHUNKS, &row, 1, released, NUM_UNITS, &job) == 0);
+    return job;
+}
+
+static void end_job(update_job *job, uint32_t submitter, enum ending ending)
+{
+    update_error error;
+    if (ending == CANCEL)
+        CHECK(update_cancel(job) == 0);
+    int status = ending == FREE ? -ECANCELED : update_wait(job, UPDATE_ALL, -1);
+    update_job_error(job, &error);
+    if (ending == WAIT)
+        CHECK(status == 0);
+    if (ending == BAD_READ || ending == BAD_WRITE) {
+        CHECK(status == -error.error && error.role == UPDATE_EXP_AVG);
+        CHECK(error.op == (ending == BAD_READ ? AIO_READ : AIO_WRITE));
+    }
+    atomic_fetch_add(status == 0 ? &updated : status == -ECANCELED ? &cancelled : &failed, 1);
+    if (status == 0)
+        check_written(submitter);
+}
+
+static void *run_jobs(void *arg)
+{
+    uint32_t submitter = (uint32_t)(uintptr_t)arg;
+    for (uint32_t round = 0; round < (uint32_t)rounds; round++) {
+        enum ending ending = (round + submitter) % NUM_ENDINGS;
+        update_job *job = submit(submitter, round, ending);
+        struct release release = {job, NUM_UNITS};
+        pthread_t releaser;
+        pthread_create(&releaser, NULL, release_units, &release);
+        CHECK(update_wait(job, 0, 1000) <= 0); /* sometimes late, sometimes not: both must be sound */
+        end_job(job, submitter, ending);
+        pthread_join(releaser, NULL);
+        update_job_free(job);
+    }
+    return NULL;
+}
+
+/* The pipeline is closed with a job alive, whose memory is freed afterwards. */
+static void close_with_a_job_alive(void)
+{
+    update_job *job = submit(0, 1, WAIT);
+    update_close(pipeline);
+    int status = update_wait(job, UPDATE_ALL, -1);
+    CHECK(status == -ECANCELED);
+    update_job_free(job);
+}
+
+int main(int argc, char **argv)
+{
+    if (argc != 4)
+        return 2;
+    rounds = atoi(argv[2]);
+    aio_config config = {.backend = atoi(argv[3]), .block_bytes = 4096, .read_depth = 4, .write_depth = 4};
+    aio_queue *queue;
+    void *slots;
+    file = (aio_file){.direct_fd = -1, .alignment = 4096};
+    file.buffered_fd = open(argv[1], O_RDWR | O_CREAT | O_CLOEXEC, 0600);
+    fill_file();
+    int rc = aio_queue_open(&config, &queue);
+    if (rc) {
+        fprintf(stderr, "no queue: %s\n", strerror(-rc));
+        return 3;
+    }
+    CHECK(posix_memalign(&slots, 4096, NUM_SLOTS * update_slot_bytes(CHUNK_ELEMS, 4)) == 0);
+    CHECK(update_open(queue, slots, NUM_SLOTS, CHUNK_ELEMS, 4, 2, &pipeline) == 0);
+    pthread_t threads[NUM_SUBMITTERS];
+    for (uintptr_t i = 0; i < NUM_SUBMITTERS; i++)
+        pthread_create(&threads[i], NULL, run_jobs, (void *)i);
+    for (int i = 0; i < NUM_SUBMITTERS; i++)
+        pthread_join(threads[i], NULL);
+    close_with_a_job_alive();
+    aio_queue_close(queue);
+    free(slots);
+    printf("updated %d cancelled %d failed %d\n", updated, cancelled, failed);
+    return failures ? 1 : 0;
+}
