@@ -54,8 +54,8 @@ class RoleRange:
 
     @property
     def num_blocks(self) -> int:
-        """Checksums of this extent."""
-        return -(-self.padded_bytes // CHECKSUM_BLOCK_BYTES)
+        """Checksums of this extent; they cover data and no padding."""
+        return -(-self.num_bytes // CHECKSUM_BLOCK_BYTES)
 
 
 @dataclass(frozen=True)

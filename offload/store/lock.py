@@ -16,6 +16,7 @@ from pathlib import Path
 from offload.errors import StoreError
 
 LOCK_NAME = "LOCK"
+_MAX_TRIES = 1000  # against somebody who looks, or removes the folder, at the same instant
 
 
 def boot_id() -> str:
@@ -40,7 +41,7 @@ class FolderLock:
         os.register_at_fork(after_in_child=lambda: _close_copy(this))
 
     def _acquire(self) -> int:
-        while True:
+        for _ in range(_MAX_TRIES):
             fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -48,11 +49,13 @@ class FolderLock:
                 if os.fstat(fd).st_ino == os.stat(self._path).st_ino:
                     return fd
             except BlockingIOError:
-                os.close(fd)
-                raise in_use(self._path.parent) from None
+                if _is_owned(fd):
+                    os.close(fd)
+                    raise in_use(self._path.parent) from None
             except FileNotFoundError:
                 pass
             os.close(fd)
+        raise in_use(self._path.parent)
 
     def release(self) -> None:
         """Let others have the folder.  May be called twice."""
@@ -73,15 +76,21 @@ def holder(folder: Path) -> int | None:
     except FileNotFoundError:
         return None
     try:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        return None
-    except BlockingIOError:
-        try:
-            return int(json.loads(os.pread(fd, 4096, 0))["pid"])
-        except (ValueError, KeyError, TypeError):
-            return 0
+        return int(json.loads(os.pread(fd, 4096, 0))["pid"]) if _is_owned(fd) else None
+    except (ValueError, KeyError, TypeError):
+        return 0
     finally:
         os.close(fd)
+
+
+def _is_owned(fd: int) -> bool:
+    """Tell an owner from somebody who, like this function, only looks for an instant."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    fcntl.flock(fd, fcntl.LOCK_UN)
+    return False
 
 
 def in_use(folder: Path) -> StoreError:

@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from offload.errors import StoreCorrupt, StoreError
+from offload.store import checksum
 from offload.store.commits import CommitLog
+from offload.store.files import DataFiles
 from offload.store.folder import Found
 from offload.store.format import Manifest, Record, decode_manifest
 from offload.store.lock import boot_id
@@ -123,10 +125,18 @@ def lost_by_power(record: Record) -> bool:
     return not record.flushed and record.boot_id != boot_id()
 
 
-def refuse_unverified(record: Record, manifest: Manifest) -> None:
-    raise StoreError(
+def check_survived(files: DataFiles, record: Record, manifest: Manifest) -> None:
+    """Verify what no flush covered before the machine restarted; refuse it if it is not whole."""
+    what = (
         f"store {manifest.name!r}: generation {record.generation} was written with "
         f'durability="{record.durability}", not flushed, and the machine has restarted since: '
-        "parts of it may be lost, and it has no checksums to tell. Restore a checkpoint, "
-        'start afresh (--fresh), or open it unverified; durability="step" prevents this.'
     )
+    advice = 'Restore a checkpoint, or start afresh (--fresh); durability="step" prevents this.'
+    if not all(checksum.is_sealed(record, unit) for unit in record.sides):
+        raise StoreError(
+            f"{what}parts of it may be lost, and it has no checksums to tell. {advice} "
+            "Or open it unverified, if the machine was shut down in good order."
+        )
+    for unit in record.sides:
+        for problem in checksum.damage(files, record, unit):
+            raise StoreCorrupt(f"{what}{problem}. {advice}")

@@ -27,7 +27,7 @@ from offload.store.durable import explain
 from offload.store.extents import UnitExtents
 from offload.store.files import DataFiles, Extent
 from offload.store.format import DURABILITIES, Manifest, Record, UnitFlag
-from offload.store.ledger import Changes, Ledger
+from offload.store.generations import Changes, Generations
 from offload.store.lock import FolderLock, holder, in_use, release
 
 Paths = Sequence[str | os.PathLike[str]]
@@ -56,10 +56,12 @@ class Store(contextlib.AbstractContextManager["Store"]):
         self.read_only = read_only
         self.files = DataFiles(self.folders, manifest, read_only=read_only)
         self._log = CommitLog(self.folders[0], manifest, read_only=read_only)
-        self.ledger = Ledger(self._log, self.files, manifest=manifest, durability=durability)
+        self.generations = Generations(
+            self._log, self.files, manifest=manifest, durability=durability
+        )
         self._locks = list(locks)
         if read_only:
-            self.ledger.refuse("it was opened read-only.")
+            self.generations.refuse("it was opened read-only.")
 
     @classmethod
     def create(
@@ -116,7 +118,7 @@ class Store(contextlib.AbstractContextManager["Store"]):
 
         Raises `StoreError` when it is missing, in use, or of another `layout` (None: any), and
         `StoreCorrupt` when records or files are damaged.  `read_only` takes no lock and may look
-        at a living store: ask `ledger.is_current()` after reading.  `unverified` accepts data
+        at a living store: ask `generations.is_current()` after reading.  `unverified` accepts data
         that a power loss may have damaged.
         """
         _check_durability(durability)
@@ -137,16 +139,16 @@ class Store(contextlib.AbstractContextManager["Store"]):
             undo.callback(store.close, flush=False)
             record = recover.newest_record(store._log, manifest)
             if recover.lost_by_power(record) and not unverified:
-                recover.refuse_unverified(record, manifest)
+                recover.check_survived(store.files, record, manifest)
             store.files.open(record.sides.items())
-            store.ledger.adopt(record)
+            store.generations.adopt(record)
             undo.pop_all()
         return store
 
     @property
     def committed(self) -> Record | None:
         """The generation that counts; None before the first commit."""
-        return self.ledger.committed
+        return self.generations.committed
 
     def extent(self, unit: str, role: Role, side: int) -> Extent:
         """Where a role of a unit lies on one side; valid until `close`."""
@@ -164,7 +166,7 @@ class Store(contextlib.AbstractContextManager["Store"]):
         Retires the record that names the spare sides: from here on a crash goes back to
         `committed` (with one side: to nothing).
         """
-        self.ledger.begin()
+        self.generations.begin()
 
     def commit(
         self,
@@ -183,7 +185,7 @@ class Store(contextlib.AbstractContextManager["Store"]):
         each filled checksum extent.  With durability "step" it returns when everything is on the
         drive.  A failure raises `StoreError` and refuses all further writes.
         """
-        return self.ledger.commit(
+        return self.generations.commit(
             Changes(
                 sides=sides,
                 generation=generation,
@@ -195,7 +197,7 @@ class Store(contextlib.AbstractContextManager["Store"]):
 
     def poison(self, error: BaseException) -> None:
         """Refuse further commits: a transfer failed, so what the spare sides hold is unknown."""
-        self.ledger.refuse(
+        self.generations.refuse(
             f"a transfer failed ({error}); nothing more is written until it is opened again."
         )
 
@@ -204,7 +206,7 @@ class Store(contextlib.AbstractContextManager["Store"]):
 
         `path` numbers one of `folders`; None: the one with the most free space.
         """
-        self.ledger.check_writable()
+        self.generations.check_writable()
         with _told(f"store {self.manifest.name!r}: scratch {name!r} ({num_bytes} bytes)"):
             if path is None:
                 free = [build.Space.of(at).free_bytes for at in self.folders]
@@ -222,10 +224,10 @@ class Store(contextlib.AbstractContextManager["Store"]):
         `flush` makes the committed generation survive a power loss, whatever its durability.
         """
         try:
-            if flush and self._locks and not self.ledger.refused:
-                self.ledger.flush()
+            if flush and self._locks and not self.generations.refused:
+                self.generations.flush()
         finally:
-            self.ledger.close()
+            self.generations.close()
             self.files.close()
             release(self._locks)
             self._locks = []

@@ -312,7 +312,7 @@ def test_process_flushes_nothing_until_close(bench: Bench, monkeypatch: pytest.M
 
 
 def restart_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("recover", "ledger"):
+    for module in ("recover", "generations"):
         monkeypatch.setattr(f"offload.store.{module}.boot_id", lambda: "another boot")
 
 
@@ -345,12 +345,12 @@ def test_flushed_data_is_good_after_a_restart_of_the_machine(
 def test_a_reader_beside_a_writer_learns_that_its_generation_is_going(bench: Bench) -> None:
     store = bench.trained(2)
     reader = bench.open(read_only=True)
-    assert reader.ledger.is_current()
+    assert reader.generations.is_current()
     step(store, 2)  # writes the other side
-    assert reader.ledger.is_current()
+    assert reader.generations.is_current()
     assert content(reader, "embed") == {1}
     store.begin()
-    assert not reader.ledger.is_current()
+    assert not reader.generations.is_current()
     reader.close()
     store.close()
 

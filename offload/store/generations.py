@@ -4,7 +4,7 @@
                              │                                 │
               g-1's record is retired first            flush data, record, flush
 
-Invariant: every valid record names sides that are whole.  A failure in here leaves the ledger
+Invariant: every valid record names sides that are whole.  A failure in here leaves it
 poisoned: what is on the disk is then known only to the next `open`.
 """
 
@@ -33,7 +33,7 @@ class Changes:
     checksums: Mapping[str, int] = field(default_factory=dict, hash=False)
 
 
-class Ledger:
+class Generations:
     """Owns the commit files and the state of the current generation."""
 
     def __init__(
