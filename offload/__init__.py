@@ -1,6 +1,6 @@
 """Train models larger than the machine: see `OffloadEngine`."""
 
-from offload.engine import OffloadEngine
+from offload.engine.facade import OffloadEngine
 from offload.errors import (
     BudgetError,
     ConfigError,

@@ -75,6 +75,7 @@ def _dtype(value: Any, name: str) -> torch.dtype:
     found = value if isinstance(value, torch.dtype) else DTYPES.get(str(value))
     if found not in DTYPES.values():
         raise ConfigError(f"{name}: expected bfloat16 or float32, got {value}.")
+    assert found is not None
     return found
 
 
@@ -101,6 +102,7 @@ def _from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
         if word not in words:
             raise ConfigError(f"OFFLOAD_RESUME: expected resume, fresh or auto, got {word!r}.")
         found["resume"] = words[word]
+    assert found is not None
     return found
 
 

@@ -1,4 +1,7 @@
-"""The errors a user sees.  Messages: what failed, on which named thing: expected A, got B. What to do."""
+"""The errors a user sees.
+
+Messages: what failed, on which named thing: expected A, got B. What to do.
+"""
 
 
 class OffloadError(Exception):
@@ -10,7 +13,7 @@ class ConfigError(OffloadError, ValueError):
 
 
 class BudgetError(OffloadError, MemoryError):
-    """A memory or disk budget is too small; the message shows the arithmetic and the least that works."""
+    """A memory or disk budget is too small; the message shows the least that works."""
 
 
 class StoreError(OffloadError, OSError):

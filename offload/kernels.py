@@ -1,6 +1,7 @@
 """The boundary to the update kernels of csrc/simd: check every tensor, then pass its address.
 
     adam_split   hi, lo, exp_avg, exp_avg_sq <- one fused update      (split master: DESIGN T2)
+    adam_whole   master, weight, exp_avg, exp_avg_sq <- the same      (fp16 models, fp32 training)
     grad_take    dst <- round(src), or dst += round(src), with the sum of squares of the result
     convert, join, split                                              change of format
 
@@ -55,6 +56,7 @@ _FORMATS = {"float32": lib.SIMD_F32, "bfloat16": lib.SIMD_BF16, "float16": lib.S
 _FLOATS = tuple(_FORMATS)
 _HIGH = ("bfloat16", "uint16", "int16")
 _LOW = ("int16",)
+_HALVES = ("bfloat16", "float16")
 _F32 = ("float32",)
 
 
@@ -218,9 +220,7 @@ def adam_split(
     square = _check("exp_avg_sq", exp_avg_sq, _F32, writes=True)
     gradient = _check("grad", grad, _FLOATS)
     num_elems = _same_size(high, low, mean, square, gradient)
-    if getattr(row, "dtype", None) != ADAM_ROW:
-        raise StateError(f"row: expected a value of adam_row(), got {type(row).__name__}.")
-    kept = np.array(row)  # keeps the bytes alive during the call
+    kept = _kept(row)
     arguments = (
         high.cast("uint16_t *"), low.cast("int16_t *"), mean.cast("float *"),
         square.cast("float *"),
@@ -230,6 +230,41 @@ def adam_split(
     if threads is None:
         return bool(_status("adam_split", lib.simd_adam_split(*arguments)))
     return bool(_status("adam_split", lib.simd_pool_adam_split(threads.pool, *arguments)))
+
+
+def adam_whole(
+    master: Array,  # (n,) fp32
+    exp_avg: Array,  # (n,) fp32
+    exp_avg_sq: Array,  # (n,) fp32
+    grad: Array,  # (n,) bf16, fp16 or fp32; read only
+    *,
+    row: np.void,  # ADAM_ROW
+    weight: Array | None = None,  # (n,) bf16 or fp16, written only: the master, rounded
+    threads: Threads | None = None,
+) -> bool:
+    """Update a master that is kept whole; True if it, or its rounded weight, became Inf or NaN."""
+    whole = _check("master", master, _F32, writes=True)
+    copy = whole if weight is None else _check("weight", weight, _HALVES, writes=True)
+    mean = _check("exp_avg", exp_avg, _F32, writes=True)
+    square = _check("exp_avg_sq", exp_avg_sq, _F32, writes=True)
+    gradient = _check("grad", grad, _FLOATS)
+    num_elems = _same_size(whole, copy, mean, square, gradient)
+    kept = _kept(row)
+    arguments = (
+        whole.cast("float *"), copy.cast("void *"), copy.format, mean.cast("float *"),
+        square.cast("float *"), gradient.cast("void *"), gradient.format, num_elems,
+        ffi.cast("simd_adam_row *", kept.ctypes.data),
+    )  # fmt: skip
+    if threads is None:
+        return bool(_status("adam_whole", lib.simd_adam_whole(*arguments)))
+    return bool(_status("adam_whole", lib.simd_pool_adam_whole(threads.pool, *arguments)))
+
+
+def _kept(row: np.void) -> npt.NDArray[Any]:
+    """The row in memory that stays for the call."""
+    if getattr(row, "dtype", None) != ADAM_ROW:
+        raise StateError(f"row: expected a value of adam_row(), got {type(row).__name__}.")
+    return np.array(row)
 
 
 def grad_take(

@@ -1,9 +1,9 @@
-"""What an engine did: bytes by tier and role, fetches, seconds by phase.  Plain counters, one owner each step."""
+"""What an engine did: bytes by phase and role, fetches, seconds by phase.  Plain counters."""
 
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,7 +15,9 @@ class Metrics:
     def __init__(self) -> None:
         self.read_bytes: Counter[str] = Counter()  # by "phase.role", since the engine was made
         self.write_bytes: Counter[str] = Counter()
-        self.seconds: Counter[str] = Counter()  # by phase: forward, backward, step, stall
+        self.seconds: defaultdict[str, float] = defaultdict(
+            float
+        )  # by phase: forward, backward, step, stall
         self.fetches: Counter[str] = Counter()  # by unit: DISK -> DEVICE
         self.evictions: Counter[str] = Counter()
         self.hits = 0  # fetches whose reads had been submitted before they were asked for
@@ -44,12 +46,20 @@ class Metrics:
         """Make `last` the difference to the previous call."""
         now = self._snapshot()
         self.last = {"step": step}
-        for key, counter in now.items():
-            self.last[key] = dict(counter - self._mark[key])
+        for key, values in now.items():
+            before = self._mark[key]
+            self.last[key] = {
+                name: value - before.get(name, 0)
+                for name, value in values.items()
+                if value != before.get(name, 0)
+            }
         self.last["read_total"] = sum(self.last["read_bytes"].values())
         self.last["write_total"] = sum(self.last["write_bytes"].values())
         self._mark = now
 
-    def _snapshot(self) -> dict[str, Counter[str]]:
-        names = ("read_bytes", "write_bytes", "seconds")
-        return {name: Counter(getattr(self, name)) for name in names}
+    def _snapshot(self) -> dict[str, dict[str, float]]:
+        return {
+            "read_bytes": dict(self.read_bytes),
+            "write_bytes": dict(self.write_bytes),
+            "seconds": dict(self.seconds),
+        }

@@ -2,8 +2,8 @@
 
     slab  [ persistent | held gradients | fetch slots | update slots | spill slots ]
 
-One allocation, made once: it sits on huge pages where they can be had, never grows, and is what `host_memory` bounds.
-A slot is leased to one owner at a time and returned exactly once.
+One allocation, made once: it sits on huge pages where they can be had, never grows, and is what
+`host_memory` bounds. A slot is leased to one owner at a time and returned exactly once.
 """
 
 from __future__ import annotations

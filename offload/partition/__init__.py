@@ -1,1 +1,1 @@
-"""WHAT travels: units, their layout, their chunks.  Pure integers and frozen dataclasses: no torch, no I/O."""
+"""WHAT travels: units, their layout, their chunks.  Pure: no torch, no I/O."""

@@ -64,7 +64,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class Unit:
-    """Tensors that travel together, and their layout.  `index` orders units by first use in the model."""
+    """Tensors that travel together, and their layout.  `index` is the place in the model."""
 
     name: str
     index: int

@@ -1,1 +1,1 @@
-"""HOW units move: bind a model to its units, fetch, evict, take gradients away.  torch lives here."""
+"""HOW units move: bind, fetch, evict, take gradients away.  torch lives here."""

@@ -1,15 +1,16 @@
 """A unit bound to live parameters: one flat device storage that is emptied and refilled.
 
     flat storage  [ trainable 0 | pad | trainable 1 | ... | frozen ]   compute_dtype, on the device
-    parameters     ^ views of it, for good: eviction frees the storage under them, a fill brings it back
+    parameters     ^ views of it, for good: eviction frees the storage, a fill brings it back
 
-The storage object stays the same, so that views which autograd saved are valid again after a refill.
+The storage object stays the same, so that views which autograd saved are valid again after a
+refill.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 from torch import nn
@@ -88,34 +89,5 @@ class BoundUnit:
     def _resize(self, num_bytes: int) -> None:
         # Autograd compares versions of saved views on unpacking; freeing and refilling restores the
         # same values, so it must not count as a modification.
-        with torch.autograd._unsafe_preserve_version_counter(self.flat):
+        with torch.autograd._unsafe_preserve_version_counter(self.flat):  # type: ignore[attr-defined]
             self.flat.untyped_storage().resize_(num_bytes)
-
-
-class SavedViews:
-    """Keep autograd from holding weights: a saved view is packed as its place, refetched when unpacked."""
-
-    def __init__(self, bound: Sequence[BoundUnit]) -> None:
-        self._by_storage = {unit.storage_id: unit for unit in bound if unit.unit.num_elems}
-
-    def find(self, tensor: torch.Tensor) -> BoundUnit | None:
-        """The unit whose storage `tensor` is a view of."""
-        if type(tensor) not in (torch.Tensor, nn.Parameter):
-            return None
-        return self._by_storage.get(tensor.untyped_storage()._cdata)
-
-
-class PackedView:
-    """A view of a unit's storage, without the storage."""
-
-    __slots__ = ("bound", "offset", "shape", "strides")
-
-    def __init__(self, bound: BoundUnit, tensor: torch.Tensor) -> None:
-        self.bound = bound
-        self.shape = tensor.shape
-        self.strides = tensor.stride()
-        self.offset = tensor.storage_offset()
-
-    def unpack(self) -> torch.Tensor:
-        """The view again; the unit must be present."""
-        return self.bound.flat.as_strided(self.shape, self.strides, self.offset)

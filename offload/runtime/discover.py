@@ -1,10 +1,12 @@
 """Find the units of any `nn.Module`.
 
-    repeated blocks (children of a ModuleList or Sequential that share a class)  -> a unit each
-    large parameters outside of them                                              -> a unit per owning module
-    tensors below the persistence threshold                                       -> `persistent`, on the device
+    repeated blocks (children of a ModuleList or
+    Sequential that share a class)                      -> a unit each
+    large parameters outside of them                    -> a unit per owning module
+    tensors below the persistence threshold             -> `persistent`, on the device
 
-A tied parameter belongs to its first owner; every other module that holds it fetches the owner's unit.
+A tied parameter belongs to its first owner; every other module that holds it fetches the owner's
+unit.
 """
 
 from __future__ import annotations
@@ -87,7 +89,7 @@ def _block_names(model: nn.Module, least_elems: int) -> set[str]:
 
 
 def _unit_name(parameter: str, blocks: set[str]) -> str:
-    """The nearest repeated block around a parameter, else the module that owns it ("" is the root)."""
+    """The nearest repeated block around a parameter, else its owner ("" is the root)."""
     path = owner = parameter.rpartition(".")[0]
     while path:
         if path in blocks:

@@ -2,8 +2,10 @@
 
     present: nn.Parameter  <--- class swapped in place --->  evicted: EvictedParameter
 
-Reading freed storage crashes the process in torch, so an evicted parameter answers questions about itself (shape, dtype,
-requires_grad ...), is fetched when a model uses it during forward or backward, and otherwise refuses with a clear error.
+Reading freed storage crashes the process in torch, so an evicted parameter answers questions about
+itself (shape, dtype,
+requires_grad ...), is fetched when a model uses it during forward or backward, and otherwise
+refuses with a clear error.
 """
 
 from __future__ import annotations
@@ -43,7 +45,8 @@ def _properties(*names: str) -> set[Any]:
 _METADATA = _properties(
     "shape", "dtype", "device", "requires_grad", "grad", "ndim", "is_leaf", "layout", "grad_fn",
     "names", "is_cuda", "is_cpu", "is_sparse", "is_meta", "is_quantized", "is_mkldnn", "itemsize",
-    "nbytes", "output_nr", "_version", "_backward_hooks", "_post_accumulate_grad_hooks", "is_nested",
+    "nbytes", "output_nr", "_version", "_backward_hooks", "_post_accumulate_grad_hooks",
+    "is_nested",
     "is_mps", "is_xpu", "_base", "retains_grad",
 ) | {
     _Tensor.size, _Tensor.numel, _Tensor.nelement, _Tensor.dim, _Tensor.ndimension, _Tensor.stride,
@@ -57,7 +60,7 @@ _METADATA = _properties(
 
 
 class EvictedParameter(nn.Parameter):
-    """A parameter whose data lives in the store.  Each engine has a subclass that knows its guard."""
+    """A parameter whose data is in the store.  Each engine has a subclass with its guard."""
 
     _guard: Guard
 
@@ -83,13 +86,13 @@ class EvictedParameter(nn.Parameter):
                     _refuse(parameter, getattr(func, "__name__", str(func)))
             return func(*args, **kwargs)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         name = self._guard.name_of(self)
         return f"EvictedParameter({name!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
 
     def __deepcopy__(self, memo: Any) -> NoReturn:
         raise StateError(
-            f"copy.deepcopy of parameter {self._guard.name_of(self)!r}: its data lives in the store."
+            f"copy.deepcopy of {self._guard.name_of(self)!r}: its data lives in the store."
             " Use engine.export(...) or engine.module.state_dict() for a copy of the weights."
         )
 

@@ -5,7 +5,7 @@
                   submit the next chunk of u                       waits; always makes progress
 
 Demand is served from the reserve, so prefetches of other units can hold every other slot without a
-deadlock, and a tensor larger than all slots together simply streams.  Called by one thread at a time.
+deadlock, and a tensor larger than all slots together simply streams.  One thread at a time.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ class Fetcher:
 
 
 def _settle(piece: _Piece) -> None:
-    """Wait until the I/O no longer touches the slot; errors were told to whoever needed the data."""
+    """Wait until the I/O no longer touches the slot; errors were told where data was needed."""
     for ticket in piece.tickets:
         with contextlib.suppress(aio.IOFailed):
             ticket.wait()

@@ -1,4 +1,5 @@
-"""torch's own hooks, on the modules whose forward needs a unit, on the root, and on every parameter.
+"""torch's own hooks, on the modules whose forward needs a unit, on the root, and on every
+parameter.
 
     root pre-forward   begin FORWARD/EVAL, push saved-tensor hooks
       module pre-forward   use(units)
@@ -8,8 +9,8 @@
     parameter's gradient accumulated                unit complete? take its gradients, evict
     end of backward                                 take the rest, evict everything
 
-Correctness never depends on a guess: whatever backward needs comes back through the saved-tensor hooks.
-Everything is removed by `close()`.
+Correctness never depends on a guess: whatever backward needs comes back through the saved-tensor
+hooks. Everything is removed by `close()`.
 """
 
 from __future__ import annotations
@@ -22,9 +23,11 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_iter
 
-from offload.runtime.binding import BoundUnit, PackedView, SavedViews
+from offload.runtime.binding import BoundUnit
+from offload.runtime.completion import Arrivals
 from offload.runtime.gradients import GradientKeeper
 from offload.runtime.residency import Phase, Residency
+from offload.runtime.saved import SavedViews
 
 
 class Hooks:
@@ -39,10 +42,9 @@ class Hooks:
         self._keeper = keeper
         self._persistent = persistent
         self._before_forward = before_forward
-        self._views = SavedViews(residency.bound)
-        self._saved: torch.autograd.graph.saved_tensors_hooks | None = None
+        self._views = SavedViews(residency.bound, self._bring_back)
         self._depth = 0  # of the root's forward
-        self._arrived = [_Arrivals(bound) for bound in residency.bound]
+        self._arrived = [Arrivals(bound) for bound in residency.bound]
         self._calls = [0] * len(residency.bound)  # of each unit's modules in this forward
         self._handles: list[Any] = []
         self._install(model, needs)
@@ -56,7 +58,7 @@ class Hooks:
         self, model: nn.Module, needs: Sequence[tuple[nn.Module, tuple[int, ...]]]
     ) -> None:  # fmt: skip
         keep = self._handles.append
-        # Outermost first: the root's hooks must run before those of a unit whose module is the root.
+        # The root's pre-hook must run before that of a unit whose module is the root.
         for module, units in needs:
             keep(module.register_forward_pre_hook(partial(self._enter, units), prepend=True))
             keep(module.register_forward_hook(partial(self._leave, units), always_call=True))
@@ -80,21 +82,20 @@ class Hooks:
         self._calls = [0] * len(self._calls)
         self._residency.begin(Phase.FORWARD if torch.is_grad_enabled() else Phase.EVAL)
         if torch.is_grad_enabled():
-            self._saved = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
-            self._saved.__enter__()
+            self._views.push()
 
     def _leave_root(self, module: nn.Module, args: Any, output: Any) -> None:
         self._depth = max(self._depth - 1, 0)
         if self._depth or _inside_backward():
             return
-        self._pop_saved()
+        self._views.pop()
         training = self._residency.phase is Phase.FORWARD
         self._residency.begin(Phase.IDLE)
         self._residency.forget_uses()
         self._residency.evict_unused(but=self._residency.last_in_forward() if training else None)
         if training:
             self._residency.look_ahead(Phase.BACKWARD)
-        self._watch(output, self._begin_backward)
+        _watch(output, self._begin_backward)
 
     def _enter(self, units: tuple[int, ...], module: nn.Module, args: Any) -> None:
         for index in units:
@@ -102,31 +103,9 @@ class Hooks:
             self._residency.use(index)
 
     def _leave(self, units: tuple[int, ...], module: nn.Module, args: Any, output: Any) -> None:
-        self._watch(output, partial(self._backward_reaches, units))
+        _watch(output, partial(self._backward_reaches, units))
         for index in units:
             self._residency.release(index)
-
-    @staticmethod
-    def _watch(output: Any, action: Callable[[], None]) -> None:
-        """Run `action` when backward reaches one of the tensors in `output`."""
-        for tensor in tree_iter(output):
-            if isinstance(tensor, torch.Tensor) and tensor.requires_grad and tensor.grad_fn:
-                tensor.register_hook(lambda grad: action())
-
-    def _pack(self, tensor: torch.Tensor) -> torch.Tensor | PackedView:
-        bound = self._views.find(tensor)
-        return (
-            tensor
-            if bound is None or tensor.dtype != bound.flat.dtype
-            else PackedView(bound, tensor)
-        )
-
-    def _unpack(self, packed: torch.Tensor | PackedView) -> torch.Tensor:
-        if isinstance(packed, torch.Tensor):
-            return packed
-        self._begin_backward()
-        self._residency.ensure(packed.bound.unit.index)
-        return packed.unpack()
 
     # --- backward
 
@@ -134,7 +113,11 @@ class Hooks:
         """Enter BACKWARD once a pass; what is left over is taken when autograd has finished."""
         if self._residency.phase is Phase.IDLE and _inside_backward():
             self._residency.begin(Phase.BACKWARD)
-            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)  # type: ignore[attr-defined]
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+
+    def _bring_back(self, index: int) -> None:
+        self._begin_backward()
+        self._residency.ensure(index)
 
     def _backward_reaches(self, units: tuple[int, ...]) -> None:
         self._begin_backward()
@@ -164,50 +147,16 @@ class Hooks:
     def abort(self) -> None:
         """Go on after an exception: what backward had produced stays, as in torch."""
         self._depth = 0
-        self._pop_saved()
+        self._views.pop()
         self._residency.forget_uses()
         self._end_backward()
 
-    def _pop_saved(self) -> None:
-        if self._saved is not None:
-            self._saved.__exit__(None, None, None)
-            self._saved = None
 
-
-class _Arrivals:
-    """When are a unit's gradients complete?  When as many have arrived as in the pass before.
-
-    Reentrant checkpointing fires a parameter's hook once per use, so in the first pass a unit whose
-    modules ran more than once is complete only at the end of backward.
-    """
-
-    def __init__(self, bound: BoundUnit) -> None:
-        self._trainable = sum(slot.tensor.trainable for slot in bound.unit.slots)
-        self._count = 0
-        self._parameters: set[int] = set()
-        self._expected: int | None = None  # of the last pass
-
-    def add(self, position: int) -> None:
-        self._count += 1
-        self._parameters.add(position)
-
-    def complete(self, *, called_once: bool) -> bool:
-        """True at the arrival after which nothing more is expected."""
-        if self._expected is None and not called_once:
-            return False
-        expected = self._trainable if self._expected is None else self._expected
-        return self._count == expected and (
-            self._expected is not None or len(self._parameters) == self._trainable
-        )
-
-    def finish(self) -> bool:
-        """End the pass; True: something may have arrived after completion, or never completed."""
-        arrived = self._count > 0
-        if arrived:
-            self._expected = self._count
-        self._count = 0
-        self._parameters.clear()
-        return arrived
+def _watch(output: Any, action: Callable[[], None]) -> None:
+    """Run `action` when backward reaches one of the tensors in `output`."""
+    for tensor in tree_iter(output):
+        if isinstance(tensor, torch.Tensor) and tensor.requires_grad and tensor.grad_fn:
+            tensor.register_hook(lambda grad: action())
 
 
 def _inside_backward() -> bool:

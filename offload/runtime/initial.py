@@ -1,6 +1,6 @@
 """Write a model's initial weights into the store, unit by unit, through leased slots.
 
-    parameter (any dtype)  --fp32 piece--> split --> hi | lo halves in two slots --> both roles' extents
+    parameter (any dtype)  --fp32 piece--> split --> hi | lo in two slots --> their extents
 
 Nothing is held but one piece per slot pair, whatever the size of the tensor.
 """

@@ -2,11 +2,11 @@
 
     use(u)      count + 1, present          a module's forward begins
     release(u)  count - 1                   it ends; unused units leave at once in forward
-    ensure(u)   present, no count           a saved view is unpacked, a parameter is used outside its module
+    ensure(u)   present, no count           a saved view is unpacked, a parameter used elsewhere
     evict(u)    storage freed
 
-Room is made before a fill: units that nobody uses leave, least recently used first.  Phases decide what
-the next uses are; the bytes on the device never exceed what the budget leaves for weights.
+Room is made before a fill: units that nobody uses leave, least recently used first.  Phases decide
+what the next uses are; the bytes on the device never exceed what the budget leaves for weights.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Residency:
         self._uses[index] += 1
 
     def release(self, index: int) -> None:
-        """End a use; in forward a unit that nobody uses leaves, but the last one stays to turn around."""
+        """End a use; in forward an unused unit leaves, but the last one stays to turn around."""
         self._uses[index] -= 1
         if self.phase in (Phase.FORWARD, Phase.EVAL) and not self._uses[index]:
             turning = self.phase is Phase.FORWARD and self._traces[self.phase].order[-1:] == [index]
@@ -153,6 +153,6 @@ class Residency:
             names = ", ".join(self.bound[index].unit.name for index in self._recent)
             raise BudgetError(
                 f"device_memory is too small for unit {bound.unit.name!r}: expected"
-                f" {present + bound.weight_bytes:,} bytes for weights, of which {present:,} are in use"
-                f" by {names}, got {self._capacity:,}. Raise device_memory by the difference."
+                f" {present + bound.weight_bytes:,} bytes for weights, of which {present:,} are"
+                f" in use by {names}, got {self._capacity:,}. Raise device_memory by the difference."
             )

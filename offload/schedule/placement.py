@@ -1,8 +1,10 @@
-"""Divide the two budgets: what is held where, how large a chunk is, how many slots each stream gets.
+"""Divide the two budgets: what is held where, how large a chunk is, how many slots each stream
+gets.
 
-    host budget  = persistent state + fetch slots + update slots + spill slots + held gradients
-                   (small tensors)    (weights in)  (the chain)     (gradients out, only where some are spilled)
-    device budget >= largest unit's weights and gradients + persistent tensors and gradients + one prefetch
+    host budget  = persistent state + fetch, update and spill slots + held gradients
+                   (small tensors)    (weights in, the chain, gradients out)
+    device budget >= largest unit's weights and gradients + persistent tensors and gradients + one
+    prefetch
 
 The chunk is the largest power of two for which the preferred slots take at most half of the host
 budget, so that the rest can hold gradients: first those of the front units, which are produced
@@ -81,7 +83,8 @@ def place(
     units: Sequence[Unit], persistent: Unit | None, formats: Formats, *,
     host_memory: int | None, chunk_elems: int | None = None,
 ) -> Placement:  # fmt: skip
-    """Divide `host_memory` bytes (None: as much as is useful); raises BudgetError with the least that works.
+    """Divide `host_memory` bytes (None: as much as is useful); raises BudgetError with the least
+    that works.
 
     `units` are in forward order, `persistent` left out.  `chunk_elems` fixes the chunk.
     """

@@ -1,0 +1,1 @@
+"""The engine: decisions, their connection, a step, reading and editing, the facade."""

@@ -1,0 +1,273 @@
+"""Connect the parts of an engine after the decisions are made (assembly.py).
+
+store <- ledger <- fetcher <- residency <- hooks -> keeper -> stepper -> pipeline -> store
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+import aio
+from offload.engine.assembly import Blueprint, HostMemory, divide, kernel_threads, open_store
+from offload.engine.editor import Editor
+from offload.engine.ledger import Ledger
+from offload.engine.loading import read_committed, write_initial
+from offload.engine.reader import Reader, snapshot
+from offload.engine.step import Stepper, StepRules
+from offload.metrics import Metrics
+from offload.optim.adamw import AdamRule, StepCounts
+from offload.optim.pipeline import UpdatePipeline
+from offload.partition.unit import Unit
+from offload.runtime.binding import BoundUnit
+from offload.runtime.device import Device, make_device
+from offload.runtime.evicted import guard_class
+from offload.runtime.fetch import Fetcher
+from offload.runtime.gradients import GradFormat, GradientKeeper, KeptUnit
+from offload.runtime.guard import ParameterGuard
+from offload.runtime.hooks import Hooks
+from offload.runtime.persistent import PersistentState
+from offload.runtime.residency import Residency
+from offload.runtime.spill import Spiller
+from offload.schedule.placement import grad_bytes
+from offload.store.store import Store
+
+READ_DEPTH = WRITE_DEPTH = 8
+
+
+@dataclass(frozen=True)
+class Captures:
+    """How the engine's own state is captured for a commit."""
+
+    state: Callable[[], dict[str, Any]]
+    late: Callable[[], dict[str, Any]]  # what steps after step()
+
+
+@dataclass(frozen=True)
+class Ground:
+    """What everything else stands on."""
+
+    blueprint: Blueprint
+    store: Store
+    resumed: bool
+    metrics: Metrics
+    queue: aio.Queue
+    memory: HostMemory
+    device: Device
+    ledger: Ledger
+    persistent: PersistentState | None
+    closing: contextlib.ExitStack  # closes everything, in reverse order of construction
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Everything an engine is made of."""
+
+    ground: Ground
+    keeper: GradientKeeper
+    residency: Residency
+    guard: ParameterGuard
+    hooks: Hooks
+    stepper: Stepper
+    counts: StepCounts
+    reader: Reader
+    editor: Editor
+    names_by_id: dict[int, str]  # parameters
+
+
+def connect(blueprint: Blueprint, captures: Captures) -> Parts:
+    """Allocate, open, write or resume, bind.  Unmakes everything if it fails."""
+    with contextlib.ExitStack() as closing:
+        store, resumed = open_store(blueprint)
+        closing.callback(store.close)
+        if not resumed:
+            closing.push(_remove_on_error(store))
+        ground = _lay_ground(blueprint, store, resumed, captures, closing=closing)
+        parts = _build(ground, captures)
+        ground.closing.push(closing.pop_all())
+        return parts
+
+
+def _remove_on_error(store: Store) -> Callable[..., bool]:
+    def leave(kind: object, error: object, trace: object) -> bool:
+        if kind is not None:
+            store.remove()
+        return False
+
+    return leave
+
+
+def _lay_ground(
+    blueprint: Blueprint, store: Store, resumed: bool, captures: Captures, *,
+    closing: contextlib.ExitStack,
+) -> Ground:  # fmt: skip
+    metrics = Metrics()
+    backend = blueprint.config.aio_backend
+    queue = aio.Queue(backend, read_depth=READ_DEPTH, write_depth=WRITE_DEPTH)
+    closing.callback(queue.close)
+    memory = divide(blueprint)
+    closing.callback(memory.slab.close)
+    queue.register(memory.slab.buffer)
+    threads = kernel_threads(blueprint)
+    if threads is not None:
+        closing.callback(threads.close)
+    device = make_device(blueprint.device, threads)
+    units = {unit.index: unit for unit in blueprint.units}
+    ledger = Ledger(store, units, metrics, capture_late=captures.late)
+    small = blueprint.found.persistent
+    persistent = None
+    if small is not None:
+        state = memory.persistent
+        persistent = PersistentState(
+            _bind(blueprint, small), state, grad_bytes=blueprint.formats.grad
+        )
+    return Ground(
+        blueprint, store, resumed, metrics, queue, memory, device, ledger, persistent,
+        contextlib.ExitStack(),
+    )  # fmt: skip
+
+
+def _bind(blueprint: Blueprint, unit: Unit) -> BoundUnit:
+    parameters = blueprint.found.parameters
+    return BoundUnit(
+        unit, parameters, dtype=blueprint.compute_dtype, device=blueprint.device
+    )  # fmt: skip
+
+
+def _build(ground: Ground, captures: Captures) -> Parts:
+    blueprint, placement = ground.blueprint, ground.blueprint.placement
+    _load(ground)
+    guard, residency = _residency(ground)
+    keeper = _keeper(ground)
+    hooks = Hooks(
+        blueprint.model, blueprint.found.hooks, residency, keeper,
+        persistent=ground.persistent.bound if ground.persistent else None,
+        before_forward=ground.ledger.engine_called,
+    )  # fmt: skip
+    pipeline = UpdatePipeline(
+        ground.queue, ground.memory.update.view, num_slots=placement.update_slots,
+        chunk_elems=placement.chunk_elems, grad_elem_bytes=blueprint.formats.grad,
+        num_threads=blueprint.num_threads,
+    )  # fmt: skip
+    for part in (keeper, hooks, pipeline):
+        ground.closing.callback(part.close)
+    counts = StepCounts(AdamRule.of(blueprint.config.optimizer))
+    stepper = Stepper(
+        blueprint.found.units, ground.persistent, names=list(blueprint.found.parameters),
+        rules=StepRules(placement.chunk_elems, blueprint.config.gradient_clipping),
+        ledger=ground.ledger, keeper=keeper, pipeline=pipeline, counts=counts,
+        metrics=ground.metrics,
+    )  # fmt: skip
+    units = {unit.index: unit for unit in blueprint.units}
+    reader = Reader(ground.queue, ground.ledger, units, ground.persistent)
+    editor = Editor(
+        residency, ground.ledger, reader, ground.queue, ground.persistent,
+        chunk_elems=placement.chunk_elems, exact=blueprint.exact, capture=captures.state,
+    )  # fmt: skip
+    names = {id(parameter): name for name, parameter in blueprint.found.parameters.items()}
+    return Parts(
+        ground, keeper, residency, guard, hooks, stepper, counts, reader, editor, names
+    )  # fmt: skip
+
+
+def _load(ground: Ground) -> None:
+    """Take the committed generation as it is, or make generation 0 of the model's values."""
+    blueprint, small = ground.blueprint, ground.persistent
+    units = blueprint.found.units
+    if ground.resumed:
+        read_committed(ground.ledger, ground.queue, units, small)
+    else:
+        write_initial(
+            ground.ledger, ground.queue, units, small, slots=ground.memory.fetch,
+            chunk_elems=blueprint.placement.chunk_elems, parameters=blueprint.found.parameters,
+        )  # fmt: skip
+    if small is not None:
+        small.bound.bind(copy=True)
+        small.refresh(ground.device, exact=blueprint.exact)
+
+
+def _residency(ground: Ground) -> tuple[ParameterGuard, Residency]:
+    blueprint = ground.blueprint
+    bound = [_bind(blueprint, unit) for unit in blueprint.found.units]
+    guard = ParameterGuard(bound)
+    guard_type = guard_class(guard)
+    for unit in bound:  # their values are in the store now; this frees the model's own memory
+        unit.bind(copy=False)
+        unit.evict(guard_type)
+    fetcher = Fetcher(
+        ground.queue, ground.memory.fetch, ground.ledger, ground.device,
+        chunk_elems=blueprint.placement.chunk_elems, exact=blueprint.exact, metrics=ground.metrics,
+    )  # fmt: skip
+    ground.closing.callback(fetcher.discard)
+    residency = Residency(
+        bound, fetcher, guard_type, weight_bytes=blueprint.weight_capacity, metrics=ground.metrics
+    )
+    guard.residency = residency
+    return guard, residency
+
+
+def _keeper(ground: Ground) -> GradientKeeper:
+    blueprint = ground.blueprint
+    kept_dtype = torch.bfloat16 if blueprint.formats.grad == 2 else torch.float32
+    grad_format = GradFormat(blueprint.config.dtype, kept_dtype)
+    first = 0
+    kept = []
+    for unit in blueprint.units:
+        region = ground.memory.held.get(unit.index)
+        if ground.persistent is not None and unit is ground.persistent.unit:
+            region = ground.persistent.grad
+        file = None
+        if unit.index in blueprint.placement.spilled:
+            num_bytes = grad_bytes(unit, blueprint.formats)
+            file = ground.store.scratch(f"grad-{unit.index}", num_bytes)
+        kept.append(KeptUnit(unit, region, first, file))
+        first += len(unit.slots)
+    spiller = Spiller(
+        ground.queue, ground.memory.spill, chunk_elems=blueprint.placement.chunk_elems,
+        elem_bytes=grad_format.elem_bytes, deadline=ground.ledger.deadline, metrics=ground.metrics,
+    )  # fmt: skip
+    return GradientKeeper(
+        kept, grad_format, device=ground.device, spiller=spiller, wait=ground.ledger.wait
+    )  # fmt: skip
+
+
+def take_over(model: nn.Module, parts: Parts) -> None:
+    """Move buffers to the device and make `model.state_dict()` give full weights."""
+    ground = parts.ground
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = buffer.to(ground.blueprint.device)
+    known = parts.names_by_id
+    places = [
+        (name, known[id(parameter)])
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+        if id(parameter) in known
+    ]
+
+    def begin(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        parts.guard.making_state_dict = True
+
+    def fill(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+        parts.guard.making_state_dict = False
+        wanted = [(key, name) for key, name in places if prefix + key in state]
+        names = list(dict.fromkeys(name for _, name in wanted))
+        dtype = ground.blueprint.config.dtype
+        tensors = snapshot(parts.reader, names, dtype, ground.store.folders[0])
+        for key, name in wanted:
+            state[prefix + key] = tensors[name]
+
+    for handle in (
+        model.register_state_dict_pre_hook(begin), model.register_state_dict_post_hook(fill)
+    ):  # fmt: skip
+        ground.closing.callback(handle.remove)
+
+
+def module_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Buffers by name; they belong to the generation (DESIGN M5)."""
+    return {name: buffer.detach().cpu() for name, buffer in model.named_buffers()}

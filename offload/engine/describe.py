@@ -1,0 +1,54 @@
+"""The first lines of a run: what lives where, disk space, bytes written per step."""
+
+from __future__ import annotations
+
+from offload import kernels
+from offload.engine.assembly import state_bytes
+from offload.engine.connect import Parts
+from offload.partition.unit import Unit
+
+
+def describe(parts: Parts) -> str:
+    """A few lines for people."""
+    blueprint, placement = parts.ground.blueprint, parts.ground.blueprint.placement
+    units, small = blueprint.found.units, blueprint.found.persistent
+    state = state_bytes(blueprint.units)
+    num = sum(unit.num_tensor_elems for unit in blueprint.units)
+    trainable = sum(unit.trainable_elems for unit in blueprint.units)
+    folder = ", ".join(str(path) for path in parts.ground.store.folders)
+    found = parts.ground.store.committed.generation if parts.ground.store.committed else 0
+    held = len(placement.held)
+    moves = str(blueprint.config.dtype).removeprefix("torch.")
+    computes = str(blueprint.compute_dtype).removeprefix("torch.")
+    lines = [
+        f"model     {num:,} parameters in {len(units)} units, {moves} moves, {computes} computes;"
+        f" state {_size(state)} ({_size(state + 2 * num)} with gradients)",
+        f"disk      {folder}: {_size(parts.ground.store.disk_bytes)} in two sides;"
+        f" {'resumed' if parts.ground.resumed else 'new'}, generation {found};"
+        f" {_size(12 * trainable)} written per step",
+        f"host      {_size(placement.total_bytes)}: {placement.fetch_slots} fetch,"
+        f" {placement.update_slots} update, {placement.spill_slots} spill slots of"
+        f" {placement.chunk_elems:,} elements; gradients of {held} units"
+        f" ({_size(placement.held_bytes)}), {len(placement.spilled)} spilled to disk",
+        f"device    {blueprint.device}: {_size(blueprint.device_memory)}; largest unit"
+        f" {_largest(units)};"
+        f" {small.num_tensor_elems if small else 0:,} elements of small tensors stay",
+        f"engine    {parts.ground.queue.backend}, kernels {kernels.variant()},"
+        f" {blueprint.num_threads} threads",
+    ]
+    lines += [f"left      {reason}" for reason in blueprint.found.left_alone]
+    return "\n".join(lines)
+
+
+def _largest(units: tuple[Unit, ...]) -> str:
+    if not units:
+        return "none"
+    unit = max(units, key=lambda unit: unit.num_elems)
+    return f"{unit.name} ({unit.num_elems:,} elements)"
+
+
+def _size(num_bytes: float) -> str:
+    for name, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if num_bytes >= scale:
+            return f"{num_bytes / scale:.2f} {name}"
+    return f"{num_bytes:.0f} B"

@@ -1,0 +1,158 @@
+"""Edit weights in place: gather units, let the user write, bring changes back as a new generation.
+
+    gathered(names):  units present and held on the device
+    on leaving:       device weights == what the store would fill?  -> nothing to do
+                      else: every role copied to the other side, masters of changed elements
+                      replaced
+                            (the others keep their low bits), commit
+
+The committed side is never written (DESIGN D7).  Frozen tensors, which updates do not copy, are
+brought to the former side after the commit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+import aio
+from offload import kernels
+from offload.engine.generation import encode
+from offload.engine.ledger import Ledger
+from offload.engine.reader import Reader
+from offload.partition.chunk import Chunk, chunks_of
+from offload.partition.unit import ELEM_BYTES, STATE_ROLES, STORE_ALIGN_BYTES, Role, round_up
+from offload.runtime.binding import BoundUnit
+from offload.runtime.persistent import DTYPES, PersistentState
+from offload.runtime.residency import Residency
+
+_HALVES = (Role.PARAM, Role.MASTER_LO)
+
+
+class Editor:
+    """Gathers parameters and writes edits back."""
+
+    def __init__(
+        self, residency: Residency, ledger: Ledger, reader: Reader, queue: aio.Queue,
+        persistent: PersistentState | None, *,
+        chunk_elems: int, exact: bool, capture: Callable[[], Mapping[str, Any]],
+    ) -> None:  # fmt: skip
+        self._residency = residency
+        self._ledger = ledger
+        self._reader = reader
+        self._queue = queue
+        self._persistent = persistent
+        self._chunk_elems = chunk_elems
+        self._exact = exact
+        self._capture = capture
+
+    @contextlib.contextmanager
+    def gathered(self, names: Sequence[str]) -> Iterator[None]:
+        """Hold the units of `names` on the device for the block, then write changes back."""
+        indices = sorted({self._reader.find(name)[0].index for name in names})
+        bound = [self._bound(index) for index in indices]
+        held: list[int] = []
+        try:
+            for unit in bound:
+                if not self._is_persistent(unit):
+                    self._residency.use(unit.unit.index)
+                    held.append(unit.unit.index)
+            yield
+            changed = [unit for unit in bound if self._changed(unit)]
+            if changed:
+                self._write_back(changed)
+        finally:
+            for index in held:
+                self._residency.release(index)
+                self._residency.evict(index)
+
+    def _bound(self, index: int) -> BoundUnit:
+        if self._persistent is not None and index == self._persistent.unit.index:
+            return self._persistent.bound
+        return self._residency.bound[index]
+
+    def _is_persistent(self, bound: BoundUnit) -> bool:
+        return self._persistent is not None and bound is self._persistent.bound
+
+    def _changed(self, bound: BoundUnit) -> bool:
+        """Compare with what a fill would give, bit by bit."""
+        for chunk in chunks_of(bound.unit.num_elems, self._chunk_elems):
+            live = bound.flat[chunk.start : chunk.stop].detach().cpu()
+            if not _same_bits(live, self._stored(bound, chunk)):
+                return True
+        return False
+
+    def _stored(self, bound: BoundUnit, chunk: Chunk) -> torch.Tensor:
+        out = torch.empty(chunk.num_elems, dtype=bound.flat.dtype)
+        if self._exact:
+            self._reader.master_range(bound.unit, chunk.start, out)
+        else:
+            kernels.convert(self._reader.weight_range(bound.unit, chunk.start, chunk.stop), out)
+        return out
+
+    def _write_back(self, changed: Sequence[BoundUnit]) -> None:
+        self._ledger.finish()
+        self._ledger.store.begin()
+        sides: dict[str, int] = {}
+        for bound in changed:
+            sides[bound.unit.name] = 1 - self._ledger.sides[bound.unit.index]
+            self._rewrite(bound, sides[bound.unit.name], frozen_only=False)
+        self._ledger.commit_edit(sides, encode(self._capture()))
+        frozen = [bound for bound in changed if bound.unit.num_elems > bound.unit.trainable_elems]
+        if frozen:
+            self._ledger.store.begin()
+            for bound in frozen:
+                self._rewrite(bound, 1 - sides[bound.unit.name], frozen_only=True)
+
+    def _rewrite(self, bound: BoundUnit, side: int, *, frozen_only: bool) -> None:
+        """Copy all roles of a unit to `side`, with the device's weights where they differ."""
+        unit = bound.unit
+        for chunk in chunks_of(unit.num_elems, self._chunk_elems):
+            if frozen_only and chunk.stop <= unit.trainable_elems:
+                continue
+            pieces = {
+                role: self._reader.role_range(unit, role, chunk.start, stop)
+                for role in STATE_ROLES
+                if (stop := min(chunk.stop, unit.role_elems(role))) > chunk.start
+            }
+            self._replace(bound, chunk, pieces)
+            for role, piece in pieces.items():
+                self._write(unit.name, role, side, chunk.start * ELEM_BYTES[role], piece)
+
+    def _replace(
+        self, bound: BoundUnit, chunk: Chunk, pieces: dict[Role, torch.Tensor]
+    ) -> None:  # fmt: skip
+        live = bound.flat[chunk.start : chunk.stop].detach().cpu()
+        changed = live.view(_bits(live)) != (stored := self._stored(bound, chunk)).view(
+            _bits(stored)
+        )
+        hi = torch.empty(chunk.num_elems, dtype=torch.bfloat16)
+        lo = torch.empty(chunk.num_elems, dtype=torch.int16)
+        kernels.split(live.float(), hi, lo)
+        for role, new in zip(_HALVES, (hi, lo), strict=True):
+            if role not in pieces:
+                continue
+            num = len(pieces[role])
+            pieces[role] = torch.where(changed[:num], new[:num], pieces[role])
+            if self._is_persistent(bound):
+                assert self._persistent is not None
+                self._persistent.tensor(role)[chunk.start : chunk.start + num] = pieces[role]
+
+    def _write(self, name: str, role: Role, side: int, offset: int, piece: torch.Tensor) -> None:
+        num_bytes = round_up(len(piece) * ELEM_BYTES[role], STORE_ALIGN_BYTES)
+        at = self._ledger.store.extent(name, role, side)
+        with aio.Buffer(num_bytes) as buffer:
+            target = torch.frombuffer(buffer.view, dtype=DTYPES[role], count=len(piece))
+            target.copy_(piece)
+            self._queue.write(at.file, buffer.view, at.offset + offset).wait()
+
+
+def _bits(tensor: torch.Tensor) -> torch.dtype:
+    return torch.int16 if tensor.dtype.itemsize == 2 else torch.int32
+
+
+def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return torch.equal(one.view(_bits(one)), other.view(_bits(other)))

@@ -1,0 +1,315 @@
+"""`OffloadEngine`: train a model whose state lives on disk.
+
+    engine = OffloadEngine(model, nvme_path="/mnt/nvme")
+    loss = engine(x, y);  engine.backward(loss);  engine.step()
+    loss.backward();  engine.optimizer.step();  engine.optimizer.zero_grad()   a plain loop works
+
+The facade: every method delegates in a few lines.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import weakref
+from collections.abc import Iterator, Mapping
+from typing import Any, Self
+
+import torch
+from torch import nn
+
+from offload.config import make_config
+from offload.engine.assembly import plan
+from offload.engine.connect import Captures, Parts, connect, module_buffers, take_over
+from offload.engine.describe import describe
+from offload.engine.generation import (
+    Stateful,
+    Tracked,
+    capture_groups,
+    capture_rng,
+    decode,
+    restore_groups,
+    restore_rng,
+)
+from offload.errors import ConfigError, OffloadError, StateError
+from offload.metrics import Metrics
+from offload.optim.optimizer import OffloadOptimizer
+from offload.partition.unit import Role
+from offload.runtime.hooks import is_hooked
+
+_LOG = logging.getLogger(__name__)
+_ROLES = {"exp_avg": Role.EXP_AVG, "exp_avg_sq": Role.EXP_AVG_SQ}
+
+
+class OffloadEngine:
+    """A model, its store, and what moves between them.  Use from one thread; close when done."""
+
+    def __init__(
+        self, model: nn.Module, *, params: Any = None, lr_scheduler: Any = None, **settings: Any
+    ) -> None:
+        """Take over `model`: its parameters are written to the store and leave memory.
+
+        `params`: parameter groups as for torch.optim.AdamW (default: all trainable parameters).
+        `settings`: the fields of `offload.config.EngineConfig`.  Raises ConfigError, BudgetError,
+        StoreError before anything is allocated; nothing is left behind then.
+        """
+        config = make_config(settings)
+        _refuse_second(model)
+        blueprint = plan(model, config)
+        self.module = model
+        self.config = config
+        self._tracked = tracked = Tracked()
+        me = weakref.ref(self)
+        self._parts = connect(
+            blueprint,
+            Captures(lambda: _alive(me)._state(), lambda: tracked.capture(late=True)),
+        )
+        self._close = weakref.finalize(self, _close, self._parts)
+        self.global_step = 0
+        self.grad_norm: float | None = None
+        self._micro_steps = 0
+        self._saved_groups: list[dict[str, Any]] | None = None
+        self.optimizer = self._make_optimizer(params)
+        take_over(model, self._parts)
+        if self.resumed:
+            self._resume()
+        if lr_scheduler is not None:
+            self.track(lr_scheduler=lr_scheduler)
+        for line in self.describe().splitlines():
+            _LOG.info(line)
+
+    # --- the three verbs
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model's forward; returns what it returns."""
+        self._check_open()
+        try:
+            with self._parts.ground.metrics.phase("forward"), _no_autocast_cache():
+                return self.module(*args, **kwargs)
+        except BaseException:
+            self._parts.hooks.abort()
+            raise
+
+    def backward(self, loss: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        """Backward of one micro-step; divides by `gradient_accumulation_steps`."""
+        self._check_open()
+        with self._parts.ground.metrics.phase("backward"):
+            (loss / self.config.gradient_accumulation_steps).backward(**kwargs)
+        self._micro_steps += 1
+        return loss
+
+    def step(self) -> None:
+        """Update the weights if this was the last micro-step of the accumulation window."""
+        if self._micro_steps >= self.config.gradient_accumulation_steps:
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+    # --- reading
+
+    def full_fp32_param(self, parameter: nn.Parameter | str) -> torch.Tensor:
+        """A HOST copy of the fp32 master, wherever the parameter is."""
+        return self._parts.reader.master(self._name(parameter))
+
+    def full_optimizer_state(self, parameter: nn.Parameter | str, state: str) -> torch.Tensor:
+        """A HOST copy of "exp_avg" or "exp_avg_sq"."""
+        if state not in _ROLES:
+            raise ConfigError(f"optimizer state: expected {' or '.join(_ROLES)}, got {state!r}.")
+        return self._parts.reader.tensor_of(self._name(parameter), _ROLES[state])
+
+    def kept_grad(self, parameter: nn.Parameter | str) -> torch.Tensor | None:
+        """A HOST copy of the gradient kept for this step, None if there is none yet."""
+        return self._parts.keeper.copy_of(self._name(parameter))
+
+    @contextlib.contextmanager
+    def gathered(self, parameters: Any = None) -> Iterator[None]:
+        """Hold `parameters` (one, several, a module or None: all) readable and editable inside the
+        block.
+
+        Edits are written back as a new generation; they replace the masters they touch.
+        """
+        with self._parts.editor.gathered(self._select(parameters)):
+            yield
+
+    def describe(self) -> str:
+        """What lives where, and what a step costs."""
+        return describe(self._parts)
+
+    @property
+    def metrics(self) -> Metrics:
+        return self._parts.ground.metrics
+
+    @property
+    def resumed(self) -> bool:
+        """True when the engine continues a generation that it found."""
+        return self._parts.ground.resumed
+
+    @property
+    def skipped_steps(self) -> int:
+        return self._parts.ground.metrics.skipped_steps
+
+    # --- state that is not tensors
+
+    def track(self, **items: Stateful) -> None:
+        """Make objects with a state_dict part of every generation; load what was resumed."""
+        for name, item in items.items():
+            if self._tracked.add(name, item) and self._saved_groups is not None:
+                # A scheduler's constructor has reset the learning rate.
+                restore_groups(self.optimizer.param_groups, self._saved_groups)
+
+    def train(self, mode: bool = True) -> Self:
+        self.module.train(mode)
+        return self
+
+    def eval(self) -> Self:
+        return self.train(False)
+
+    def close(self) -> None:
+        """Finish and commit what was stepped, release everything; may be called twice."""
+        if self._close.alive:
+            self._parts.hooks.abort()
+            self._close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    # --- inside
+
+    def _make_optimizer(self, params: Any) -> OffloadOptimizer:
+        config, found = self.config, self._parts.ground.blueprint.found
+        chosen = params
+        if chosen is None:
+            named = found.parameters.items()
+            chosen = [parameter for _, parameter in named if parameter.requires_grad]
+        return OffloadOptimizer(
+            chosen, _EngineStepper(self), known=found.parameters.values(),
+            lr=config.lr, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay,
+        )  # fmt: skip
+
+    def _name(self, parameter: nn.Parameter | str) -> str:
+        if isinstance(parameter, str):
+            return parameter
+        name = self._parts.names_by_id.get(id(parameter))
+        if name is None:
+            raise StateError("expected a parameter of the engine's model, got another.")
+        return name
+
+    def _select(self, parameters: Any) -> list[str]:
+        if parameters is None:
+            return list(self._parts.ground.blueprint.found.parameters)
+        if isinstance(parameters, nn.Module):
+            parameters = list(parameters.parameters())
+        if isinstance(parameters, nn.Parameter | str):
+            parameters = [parameters]
+        return [self._name(parameter) for parameter in parameters]
+
+    def _check_open(self) -> None:
+        if not self._close.alive:
+            raise StateError("engine: expected an open engine, got a closed one. Make a new one.")
+
+    def _state(self) -> dict[str, Any]:
+        return {
+            "global_step": self.global_step,
+            "counts": self._parts.counts.state_dict(),
+            "groups": capture_groups(self.optimizer.param_groups),
+            "rng": capture_rng(),
+            "buffers": module_buffers(self.module),
+            "tracked": self._tracked.capture(late=False),
+        }
+
+    def _resume(self) -> None:
+        record = self._parts.ground.store.committed
+        if record is None or not record.payload:
+            return  # generation 0: the initial weights
+        saved = decode(record.payload)
+        self.global_step = saved["global_step"]
+        self._parts.counts.load_state_dict(saved["counts"])
+        self._saved_groups = saved["groups"]
+        restore_groups(self.optimizer.param_groups, saved["groups"])
+        self._tracked.resume(saved["tracked"])
+        with torch.no_grad():
+            for name, buffer in self.module.named_buffers():
+                buffer.copy_(saved["buffers"][name])
+        restore_rng(saved["rng"])
+
+
+class _EngineStepper:
+    """What the optimizer calls; holds its engine weakly, or neither would ever be freed."""
+
+    def __init__(self, engine: OffloadEngine) -> None:
+        self._engine = weakref.ref(engine)
+
+    def step(self) -> None:
+        engine = _alive(self._engine)
+        engine._check_open()
+        parts = engine._parts
+        parts.residency.discard_prefetches()
+        parts.residency.evict_unused()
+
+        def capture() -> dict[str, Any]:
+            engine.global_step += 1
+            return engine._state()
+
+        with parts.ground.metrics.phase("step"):
+            outcome = parts.stepper.step(
+                engine.optimizer.param_groups, lambda group: _names(engine, group),
+                order=parts.residency.forward_order(), capture=capture,
+            )  # fmt: skip
+            if outcome.updated and parts.ground.persistent is not None:
+                parts.ground.persistent.refresh(
+                    parts.ground.device, exact=parts.ground.blueprint.exact
+                )
+        engine.grad_norm = outcome.grad_norm
+        if outcome.skipped:
+            _LOG.warning(
+                "step skipped: a gradient is not finite (%d so far).", engine.skipped_steps
+            )
+        parts.ground.metrics.close_step(engine.global_step)
+
+    def zero_grad(self) -> None:
+        engine = _alive(self._engine)
+        engine._micro_steps = 0
+        engine._parts.keeper.clear()
+
+
+def _names(engine: OffloadEngine, group: Mapping[str, Any]) -> list[str]:
+    names = engine._parts.names_by_id
+    return [names[id(parameter)] for parameter in group["params"]]
+
+
+def _alive(engine: weakref.ref[OffloadEngine]) -> OffloadEngine:
+    found = engine()
+    if found is None:
+        raise StateError("engine: expected an open engine, got one that is gone. Keep a reference.")
+    return found
+
+
+def _refuse_second(model: nn.Module) -> None:
+    if is_hooked(model):
+        raise StateError(
+            f"model {type(model).__name__}: an engine holds it already. Close that engine first."
+        )
+
+
+@contextlib.contextmanager
+def _no_autocast_cache() -> Iterator[None]:
+    """Autocast would keep casts of weights that are refilled with other values later."""
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
+
+
+def _close(parts: Parts) -> None:
+    """Commit what was stepped, then release in reverse order of construction."""
+    try:
+        parts.ground.ledger.finish()
+    except OffloadError as error:
+        _LOG.error("close: the last step is lost: %s", error)
+        parts.ground.ledger.abandon()
+    finally:
+        parts.ground.closing.close()

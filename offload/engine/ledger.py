@@ -1,0 +1,156 @@
+"""Where the current generation of each unit is, and the update that is making the next one.
+
+    committed --submit(job)--> pending: updated units read from the other side, each as soon as it
+    is written pending --job ended and late state captured--> commit --> committed
+
+One step is pending at most: its successor's first write waits for the commit (DESIGN D7).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from offload.engine.generation import encode
+from offload.metrics import Metrics
+from offload.optim.pipeline import UpdateJob
+from offload.partition.unit import Role, Unit
+from offload.store.files import Extent
+from offload.store.format import UnitFlag
+from offload.store.store import Store
+
+STEP_CLOCK = 1 << 32  # deadlines of one step come before those of the next
+
+
+@dataclass
+class Pending:
+    """A submitted update and what its commit will say."""
+
+    job: UpdateJob
+    job_index: Mapping[int, int]  # unit -> its number in the job
+    sides: dict[str, int]
+    generation: int
+    state: dict[str, Any]  # captured when step() returned
+    late: dict[str, Any] | None = None  # schedulers, captured at the next engine call
+
+
+class Ledger:
+    """Sides and generations of all units; implements the fetcher's Source."""
+
+    def __init__(
+        self, store: Store, units: Mapping[int, Unit], metrics: Metrics, *,
+        capture_late: Callable[[], dict[str, Any]],
+    ) -> None:  # fmt: skip
+        self.store = store
+        self._units = units
+        self._metrics = metrics
+        self._capture_late = capture_late
+        self._pending: Pending | None = None
+        self.zero_moments = set(units)  # units whose moments were never written
+        self.sides = dict.fromkeys(units, 0)
+        self._clock = 0
+
+    # --- Source
+
+    def ready(self, unit: int) -> bool:
+        pending = self._pending
+        if pending is None or unit not in pending.job_index:
+            return True
+        return pending.job.done(pending.job_index[unit])
+
+    def place(self, unit: int, role: Role) -> Extent:
+        self.wait(unit)
+        return self.store.extent(self._units[unit].name, role, self.sides[unit])
+
+    def deadline(self) -> int:
+        return self._clock
+
+    def next_deadline(self) -> int:
+        """The deadline of the step that `submit` will begin."""
+        return self._clock + STEP_CLOCK
+
+    # --- a step
+
+    @property
+    def generation(self) -> int:
+        """The last generation that was submitted."""
+        if self._pending is not None:
+            return self._pending.generation
+        return self.store.committed.generation if self.store.committed else -1
+
+    def wait(self, unit: int) -> None:
+        """Wait for a unit's update; raises what went wrong with the job."""
+        pending = self._pending
+        if pending is not None and unit in pending.job_index:
+            pending.job.wait(pending.job_index[unit])
+            self.poll()
+
+    def submit(self, pending: Pending) -> None:
+        """Take over a submitted job: from now on its units are read from their new side."""
+        self._pending = pending
+        self._clock += STEP_CLOCK
+        for unit in pending.job_index:
+            self.sides[unit] = pending.sides[self._units[unit].name]
+            self.zero_moments.discard(unit)
+
+    def describe_pending(self, state: dict[str, Any]) -> None:
+        """Give the pending generation the state that its commit will carry."""
+        assert self._pending is not None
+        self._pending.state = state
+
+    def engine_called(self) -> None:
+        """An engine call: what steps after step() has stepped by now."""
+        if self._pending is not None and self._pending.late is None:
+            self._pending.late = self._capture_late()
+        self.poll()
+
+    def poll(self) -> None:
+        """Commit if everything is there; never waits."""
+        pending = self._pending
+        if pending is not None and pending.late is not None and pending.job.done():
+            self.finish()
+
+    def finish(self) -> None:
+        """Wait for the pending update and commit it."""
+        pending = self._pending
+        if pending is None:
+            return
+        pending.job.wait()
+        if pending.late is None:
+            pending.late = self._capture_late()
+        self._account(pending.job)
+        pending.job.close()
+        tracked = {**pending.state["tracked"], **pending.late}
+        payload = encode({**pending.state, "tracked": tracked})
+        self.store.commit(
+            sides=pending.sides, generation=pending.generation, payload=payload
+        )  # fmt: skip
+        self._pending = None
+
+    def commit_edit(self, sides: Mapping[str, int], payload: bytes) -> None:
+        """Commit units that were rewritten outside of a step, as the next generation."""
+        flags = {
+            unit.name: UnitFlag.MOMENTS_ZERO
+            for unit in self._units.values()
+            if unit.name in sides and unit.index in self.zero_moments
+        }
+        self.store.commit(
+            sides=sides, generation=self.generation + 1, payload=payload, flags=flags
+        )  # fmt: skip
+        for unit in self._units.values():
+            self.sides[unit.index] = sides.get(unit.name, self.sides[unit.index])
+
+    def abandon(self) -> None:
+        """Cancel the pending update: the committed generation stays the last one."""
+        if self._pending is not None:
+            self._pending.job.close()
+            self._pending = None
+
+    def _account(self, job: UpdateJob) -> None:
+        stats = job.stats
+        for role, num_bytes in stats.read_bytes.items():
+            self._metrics.read_bytes[f"update.{role.value}"] += num_bytes
+        for role, num_bytes in stats.write_bytes.items():
+            self._metrics.write_bytes[f"update.{role.value}"] += num_bytes
+        self._metrics.seconds["kernel"] += stats.kernel_s

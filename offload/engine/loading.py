@@ -1,0 +1,71 @@
+"""The first generation: the model's own values, or what the store has committed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import aio
+from offload.engine.ledger import Ledger
+from offload.memory.slab import Slots
+from offload.partition.unit import Role, Unit
+from offload.runtime.initial import InitialWriter
+from offload.runtime.persistent import PersistentState
+from offload.store.format import UnitFlag
+
+
+def write_initial(
+    ledger: Ledger, queue: aio.Queue, units: tuple[Unit, ...], persistent: PersistentState | None,
+    *, slots: Slots, chunk_elems: int, parameters: Mapping[str, Any],
+) -> None:  # fmt: skip
+    """Make generation 0 of the live parameters; moments are zero and not written."""
+    store = ledger.store
+    writer = InitialWriter(queue, slots, chunk_elems=chunk_elems)
+    for unit in units:
+
+        def place(role: Role, side: int, name: str = unit.name) -> Any:
+            return store.extent(name, role, side)
+
+        # Frozen tensors are never written again, so both sides need them.
+        sides = (0, 1) if unit.num_elems > unit.trainable_elems else (0,)
+        writer.write(unit, dict(parameters), sides, place)
+    writer.finish()
+    everything = list(units)
+    if persistent is not None:
+        everything.append(persistent.unit)
+        persistent.initialise()
+        for side in (0, 1):
+            _transfer(ledger, queue.write, persistent, side, moments=False)
+    store.begin()
+    store.commit(
+        sides={unit.name: 0 for unit in everything},
+        generation=0,
+        flags={unit.name: UnitFlag.MOMENTS_ZERO for unit in everything},
+    )
+
+
+def read_committed(
+    ledger: Ledger, queue: aio.Queue, units: tuple[Unit, ...], persistent: PersistentState | None
+) -> None:
+    """Take the committed generation: sides and flags of all units, state of the small tensors."""
+    record = ledger.store.committed
+    assert record is not None
+    everything = [*units, *([persistent.unit] if persistent else [])]
+    ledger.sides.update({unit.index: record.sides[unit.name] for unit in everything})
+    ledger.zero_moments = {
+        unit.index for unit in everything if record.flags[unit.name] & UnitFlag.MOMENTS_ZERO
+    }
+    if persistent is not None:
+        persistent.initialise()  # zeros where nothing was written
+        index = persistent.unit.index
+        moments = index not in ledger.zero_moments
+        _transfer(ledger, queue.read, persistent, ledger.sides[index], moments=moments)
+
+
+def _transfer(
+    ledger: Ledger, move: Any, persistent: PersistentState, side: int, *, moments: bool
+) -> None:
+    name = persistent.unit.name
+    persistent.transfer(
+        move, lambda role: ledger.store.extent(name, role, side), moments=moments
+    )  # fmt: skip

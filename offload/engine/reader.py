@@ -1,0 +1,142 @@
+"""Host copies of what the store holds: one tensor of one role, or all weights as a `state_dict`.
+
+tensor_of(name, role)   reads the tensor's byte range, wherever the unit is
+snapshot()              weights streamed to an unlinked file, one memory map per parameter:
+                        no copy in memory, and later steps do not change it
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import torch
+
+import aio
+from offload import kernels
+from offload.engine.ledger import Ledger
+from offload.partition.unit import ELEM_BYTES, STORE_ALIGN_BYTES, Role, Slot, Unit, round_up
+from offload.runtime.persistent import DTYPES, PersistentState
+
+PIECE_ELEMS = 1 << 20
+
+
+class Reader:
+    """Reads single tensors out of the current generation."""
+
+    def __init__(
+        self, queue: aio.Queue, ledger: Ledger, units: Mapping[int, Unit],
+        persistent: PersistentState | None,
+    ) -> None:  # fmt: skip
+        self._queue = queue
+        self._ledger = ledger
+        self._persistent = persistent
+        self._where = {
+            slot.tensor.name: (unit, slot) for unit in units.values() for slot in unit.slots
+        }
+
+    def find(self, name: str) -> tuple[Unit, Slot]:
+        return self._where[name]
+
+    def tensor_of(self, name: str, role: Role) -> torch.Tensor:
+        """A HOST copy of one role of one parameter, in its shape; frozen tensors have no state."""
+        unit, slot = self._where[name]
+        return self.role_range(unit, role, slot.start, slot.stop).view(slot.tensor.shape)
+
+    def master(self, name: str) -> torch.Tensor:
+        """The fp32 master of a parameter, in its shape; of a frozen bf16 one, its value."""
+        unit, slot = self._where[name]
+        out = torch.empty(slot.tensor.num_elems, dtype=torch.float32)
+        for start in range(0, len(out), PIECE_ELEMS):
+            stop = min(start + PIECE_ELEMS, len(out))
+            self.master_range(unit, slot.start + start, out[start:stop])
+        return out.view(slot.tensor.shape)
+
+    def master_range(self, unit: Unit, start: int, out: torch.Tensor) -> None:
+        """Fill `out` (n,) fp32 with the masters of elements [start, start + n) of a unit."""
+        hi = self.role_range(unit, Role.PARAM, start, start + len(out))
+        if start + len(out) <= self._low_elems(unit):
+            kernels.join(hi, self.role_range(unit, Role.MASTER_LO, start, start + len(out)), out)
+        else:
+            kernels.convert(hi, out)
+
+    def weight_range(self, unit: Unit, start: int, stop: int) -> torch.Tensor:
+        """The bf16 weights of elements [start, stop) of a unit."""
+        return self.role_range(unit, Role.PARAM, start, stop)
+
+    def _low_elems(self, unit: Unit) -> int:
+        if self._persistent is not None and unit is self._persistent.unit:
+            return unit.num_elems
+        return unit.role_elems(Role.MASTER_LO)
+
+    def role_range(self, unit: Unit, role: Role, start: int, stop: int) -> torch.Tensor:
+        """A HOST copy of elements [start, stop) of one role of a unit."""
+        if self._persistent is not None and unit is self._persistent.unit:
+            return self._persistent.tensor(role)[start:stop].clone()
+        moment = role in (Role.EXP_AVG, Role.EXP_AVG_SQ)
+        if moment and unit.index in self._ledger.zero_moments:
+            return torch.zeros(stop - start, dtype=DTYPES[role])
+        at = self._ledger.place(unit.index, role)
+        size = ELEM_BYTES[role]
+        first = start * size // STORE_ALIGN_BYTES * STORE_ALIGN_BYTES
+        last = round_up(stop * size, STORE_ALIGN_BYTES)
+        if last == first:
+            return torch.empty(0, dtype=DTYPES[role])
+        with aio.Buffer(last - first) as buffer:
+            ticket = self._queue.read(
+                at.file, buffer.view, at.offset + first, deadline=self._ledger.deadline()
+            )
+            ticket.wait()
+            data = bytearray(buffer.view[start * size - first : stop * size - first])
+        return torch.frombuffer(data, dtype=DTYPES[role])
+
+
+def snapshot(
+    reader: Reader, names: list[str], dtype: torch.dtype, folder: Path
+) -> dict[str, torch.Tensor]:
+    """Full weights by name, each a private memory map of an unlinked file in `folder`."""
+    file, path = tempfile.mkstemp(prefix="state_dict-", dir=folder)
+    try:
+        os.unlink(path)
+        places: dict[str, tuple[int, int]] = {}
+        offset = 0
+        for name in names:
+            _, slot = reader.find(name)
+            num_bytes = slot.tensor.num_elems * dtype.itemsize
+            places[name] = (offset, num_bytes)
+            offset = round_up(offset + num_bytes, mmap.ALLOCATIONGRANULARITY)
+        os.posix_fallocate(file, 0, max(offset, 1))
+        for name in names:
+            _write(file, places[name][0], reader, name, dtype)
+        return {name: _map(file, *places[name], reader.find(name)[1], dtype) for name in names}
+    finally:
+        os.close(file)
+
+
+def _write(file: int, offset: int, reader: Reader, name: str, dtype: torch.dtype) -> None:
+    unit, slot = reader.find(name)
+    for start in range(slot.start, slot.stop, PIECE_ELEMS):
+        stop = min(start + PIECE_ELEMS, slot.stop)
+        if dtype is torch.float32:
+            piece = torch.empty(stop - start, dtype=torch.float32)
+            reader.master_range(unit, start, piece)
+        else:
+            piece = reader.weight_range(unit, start, stop)
+        data: memoryview = memoryview(piece.view(torch.uint8).numpy())  # type: ignore[arg-type]
+        while data:
+            done = os.pwrite(file, data, offset)
+            data, offset = data[done:], offset + done
+
+
+def _map(
+    file: int, offset: int, num_bytes: int, slot: Slot, dtype: torch.dtype
+) -> torch.Tensor:  # fmt: skip
+    if not num_bytes:
+        return torch.empty(slot.tensor.shape, dtype=dtype)
+    memory = mmap.mmap(file, num_bytes, access=mmap.ACCESS_COPY, offset=offset)
+    array = np.frombuffer(memory, dtype=np.uint8)
+    return torch.from_numpy(array).view(dtype).view(slot.tensor.shape)
