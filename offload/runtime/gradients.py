@@ -1,6 +1,6 @@
 """Gradients leave the device when their unit is complete, and are kept until the step is validated.
 
-    p.grad (compute_dtype, DEVICE)  --round to dtype-->  kept: as it is, or the fp32 sum of micro-steps
+    p.grad (compute_dtype, DEVICE)  --round to dtype-->  kept: as it is, or the sum of micro-steps
                                                    in HOST memory, or spilled chunk by chunk
 
 A unit's kept gradients lie at the same offsets as its state, so the update reads them as one more

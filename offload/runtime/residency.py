@@ -154,5 +154,5 @@ class Residency:
             raise BudgetError(
                 f"device_memory is too small for unit {bound.unit.name!r}: expected"
                 f" {present + bound.weight_bytes:,} bytes for weights, of which {present:,} are"
-                f" in use by {names}, got {self._capacity:,}. Raise device_memory by the difference."
+                f" in use by {names}, got {self._capacity:,}. Raise device_memory."
             )
