@@ -289,6 +289,15 @@ def test_an_error_of_one_job_leaves_the_others_alone(open_pipeline, store_unit):
     assert_updated(good)
 
 
+def test_nothing_is_admitted_after_an_error(open_pipeline, store_unit):
+    bad = store_unit()
+    os.truncate(bad.path(Role.PARAM, "a"), 0)
+    job = submit(open_pipeline(num_slots=1), bad)
+    with pytest.raises(StoreError):
+        job.wait()
+    assert job.admitted == [0]
+
+
 def test_a_unit_written_before_the_error_counts_as_written(open_pipeline, store_unit):
     good, bad = store_unit("good"), store_unit("bad", seed=1)
     os.truncate(bad.path(Role.PARAM, "a"), 0)
