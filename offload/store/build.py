@@ -165,7 +165,7 @@ def build(found: Found, manifest: Manifest, *, fresh: bool) -> list[FolderLock]:
         for store_folder in found.folders:
             _log_reclaimed(store_folder)
             touched += [store_folder] if store_folder not in touched else []
-            folder.clear(store_folder)
+        folder.clear(found.folders)
         _fill(found.folders, manifest)
     except BaseException:
         discard(touched, locks)
@@ -175,9 +175,8 @@ def build(found: Found, manifest: Manifest, *, fresh: bool) -> list[FolderLock]:
 
 def discard(folders: Sequence[Path], locks: Sequence[FolderLock]) -> None:
     """Remove the folders of a store that we hold, then let go of it."""
-    for store_folder in folders:
-        with contextlib.suppress(OSError):
-            folder.remove(store_folder)
+    with contextlib.suppress(OSError):
+        folder.remove(folders)
     release(locks)
 
 

@@ -48,6 +48,7 @@ class DataFiles:
             if not self._read_only:
                 clear_scratch(folder)
         allow_open_files(len(self._manifest.files) * self._manifest.num_sides * _PER_FILE)
+        changed: set[Path] = set()
         for layout in self._manifest.files:
             for side in range(self._manifest.num_sides):
                 path = self.path(layout.unit, side)
@@ -56,8 +57,11 @@ class DataFiles:
                 elif self._read_only:
                     continue
                 else:
+                    changed |= set() if path.exists() else {path.parent}
                     make_file(path, self._manifest, layout, side)
                 self._files[layout.unit, side] = aio.File(path, "r" if self._read_only else "r+")
+        for folder in changed:
+            durable.flush_folder(folder)
 
     def path(self, unit: str, side: int) -> Path:
         layout = self.layout(unit)

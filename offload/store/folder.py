@@ -129,14 +129,23 @@ def check_only_ours(folder: Path) -> None:
         )
 
 
-def clear(folder: Path) -> None:
-    """Remove all files of a store but LOCK; the caller holds the lock.
+def clear(folders: Sequence[Path]) -> None:
+    """Remove all files of a store but the locks, which the caller holds.
 
-    The manifest goes first: whatever survives a crash in between is then no store.
+    The manifest goes first: whatever survives a crash in between is then no store.  The mark of
+    folder 0 goes last: as long as it is there, the other folders are known to be left-overs.
     """
-    names = [name for name in os.listdir(folder) if _OURS.fullmatch(name) and name != LOCK_NAME]
-    for name in sorted(names, key=lambda name: name != MANIFEST_NAME):
-        (folder / name).unlink()
+    for folder in folders:
+        (folder / MANIFEST_NAME).unlink(missing_ok=True)
+    for folder in sorted(folders, key=_is_first):
+        names = [name for name in os.listdir(folder) if _OURS.fullmatch(name) and name != LOCK_NAME]
+        for name in sorted(names, key=lambda name: name == PART_NAME):
+            (folder / name).unlink()
+
+
+def _is_first(folder: Path) -> bool:
+    part = _read_part(folder)
+    return part is not None and part.index == 0
 
 
 def clear_scratch(folder: Path) -> None:
@@ -146,12 +155,13 @@ def clear_scratch(folder: Path) -> None:
             (folder / name).unlink()
 
 
-def remove(folder: Path) -> None:
-    """Remove a store's folder; a file that no store made, and its folder, stay."""
-    clear(folder)
-    (folder / LOCK_NAME).unlink(missing_ok=True)
-    with contextlib.suppress(OSError):
-        folder.rmdir()
+def remove(folders: Sequence[Path]) -> None:
+    """Remove a store's folders; a file that no store made, and its folder, stay."""
+    clear(folders)
+    for folder in folders:
+        (folder / LOCK_NAME).unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            folder.rmdir()
 
 
 def _listed(names: Sequence[object]) -> str:

@@ -13,6 +13,7 @@ import struct
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from offload.errors import StoreCorrupt, StoreError
@@ -71,7 +72,7 @@ class Manifest:
     files: tuple[FileLayout, ...]
     layout: Mapping[str, Any] = field(hash=False, repr=False)
 
-    @property
+    @cached_property
     def layout_hash(self) -> bytes:
         return hash_layout(self.layout)
 

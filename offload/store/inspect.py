@@ -149,7 +149,9 @@ def reclaim(paths: Paths, name: str) -> int:
         whole = describe_content(found) is None and not report.problems
         for store_folder in found.occupied:
             folder.check_only_ours(store_folder)
-            (folder.remove if whole else folder.clear_scratch)(store_folder)
+            folder.clear_scratch(store_folder)
+        if whole:
+            folder.remove(found.occupied)
     finally:
         release(locks)
     return report.scratch_bytes + (report.data_bytes if whole else 0)

@@ -396,6 +396,19 @@ def test_more_files_than_the_process_may_open_is_one_clear_line(
     assert not bench.folder.exists()
 
 
+def test_the_limit_of_open_files_is_raised_as_far_as_needed(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    raised: list[tuple[int, int]] = []
+    monkeypatch.setattr("resource.getrlimit", lambda which: (64, 4096))
+    monkeypatch.setattr("resource.setrlimit", lambda which, limits: raised.append(limits))
+    with bench.create() as store:
+        num_files = 2 * len(store.manifest.files)
+    assert len(raised) == 1
+    assert raised[0][0] >= 64 + 2 * num_files
+    assert raised[0][1] == 4096
+
+
 def test_the_names_used_here_are_those_of_the_store(bench: Bench) -> None:
     with bench.create() as store:
         assert [file.unit for file in store.manifest.files] == NAMES
