@@ -84,9 +84,19 @@ int simd_select(const char *name) {
 
 int simd_adam_split(uint16_t *hi, int16_t *lo, float *exp_avg, float *exp_avg_sq, const void *grad, int grad_format,
                     size_t n, const simd_adam_row *row) {
+    const simd_adam_streams at = {.hi = hi, .lo = lo, .exp_avg = exp_avg, .exp_avg_sq = exp_avg_sq, .grad = grad};
     if (!simd_format_valid(grad_format))
         return -EINVAL;
-    return simd_current()->adam_split((simd_adam_streams){hi, lo, exp_avg, exp_avg_sq, grad}, grad_format, n, row);
+    return simd_current()->adam(at, (simd_adam_shape){1, SIMD_BF16, grad_format}, n, row);
+}
+
+int simd_adam_whole(float *master, void *weight, int weight_format, float *exp_avg, float *exp_avg_sq, const void *grad,
+                    int grad_format, size_t n, const simd_adam_row *row) {
+    const simd_adam_streams at = {
+        .master = master, .weight = weight, .exp_avg = exp_avg, .exp_avg_sq = exp_avg_sq, .grad = grad};
+    if (!simd_format_valid(grad_format) || !simd_format_valid(weight_format))
+        return -EINVAL;
+    return simd_current()->adam(at, (simd_adam_shape){0, weight_format, grad_format}, n, row);
 }
 
 int simd_convert(const void *src, int src_format, void *dst, int dst_format, size_t n) {

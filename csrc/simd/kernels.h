@@ -17,22 +17,36 @@
  * streams whose addresses differ by a large power of two run at a quarter of the speed. */
 #define SIMD_TURN 32
 
+/* Elements between what is asked for and what is used.  Measured on AVX-512 and AVX2 with state in memory: 9 % faster than
+ * without, 128 and 1024 gain less. */
+#define SIMD_AHEAD 512
+
 #define SIMD_F32_ABS 0x7fffffffu
 #define SIMD_F32_INF 0x7f800000u
 #define SIMD_F32_NAN 0x7fc00000u
-#define SIMD_MASTER_LIMIT 0x7f7f8000u /* from here on the bf16 half of a split master is infinite */
+#define SIMD_BF16_LIMIT 0x7f7f8000u /* a master from here on would give an infinite weight */
+#define SIMD_F16_LIMIT 0x477ff000u
 
+/* What an update works on.  The master is split (hi, lo), or whole, then with a 16-bit copy of it as the weight or none. */
 typedef struct simd_adam_streams {
     uint16_t *hi;
     int16_t *lo;
+    float *master;
+    void *weight;
     float *exp_avg;
     float *exp_avg_sq;
     const void *grad;
 } simd_adam_streams;
 
+typedef struct simd_adam_shape {
+    int is_split;
+    int weight_format; /* of a whole master's copy; SIMD_F32: there is none */
+    int grad_format;
+} simd_adam_shape;
+
 struct simd_kernels {
     const char *name;
-    int (*adam_split)(simd_adam_streams at, int grad_format, size_t n, const simd_adam_row *row);
+    int (*adam)(simd_adam_streams at, simd_adam_shape shape, size_t n, const simd_adam_row *row);
     void (*convert)(const void *src, int src_format, void *dst, int dst_format, size_t n); /* formats differ */
     void (*accumulate)(const float *src, void *dst, size_t n);                             /* dst += src, fp32 */
     /* Add squares to the lanes, the first element to lane `first`; returns how many were Inf or NaN (left out). */
@@ -53,6 +67,21 @@ const struct simd_kernels *simd_current(void);
 static inline size_t simd_format_bytes(int format) { return format == SIMD_F32 ? 4 : 2; }
 
 static inline int simd_format_valid(int format) { return format >= SIMD_F32 && format <= SIMD_F16; }
+
+static inline simd_adam_streams simd_adam_from(simd_adam_streams at, simd_adam_shape shape, size_t first) {
+    if (shape.is_split) {
+        at.hi += first;
+        at.lo += first;
+    } else {
+        at.master += first;
+        if (shape.weight_format != SIMD_F32)
+            at.weight = (char *)at.weight + 2 * first;
+    }
+    at.exp_avg += first;
+    at.exp_avg_sq += first;
+    at.grad = (const char *)at.grad + simd_format_bytes(shape.grad_format) * first;
+    return at;
+}
 
 static inline float simd_load_f32(const void *at) {
     float value;

@@ -23,6 +23,7 @@ struct task {
     int (*run)(const struct task *task, size_t first, size_t n);
     size_t n, tile;
     simd_adam_streams adam;
+    simd_adam_shape shape;
     const simd_adam_row *row;
     const void *src;
     void *dst;
@@ -161,9 +162,7 @@ static int pool_run(struct simd_pool *pool, struct task task) {
 }
 
 static int run_adam(const struct task *task, size_t first, size_t n) {
-    const char *grad = (const char *)task->adam.grad + first * simd_format_bytes(task->src_format);
-    return simd_adam_split(task->adam.hi + first, task->adam.lo + first, task->adam.exp_avg + first,
-                           task->adam.exp_avg_sq + first, grad, task->src_format, n, task->row);
+    return simd_current()->adam(simd_adam_from(task->adam, task->shape, first), task->shape, n, task->row);
 }
 
 int simd_pool_adam_split(simd_pool *pool, uint16_t *hi, int16_t *lo, float *exp_avg, float *exp_avg_sq, const void *grad,
@@ -172,8 +171,21 @@ int simd_pool_adam_split(simd_pool *pool, uint16_t *hi, int16_t *lo, float *exp_
         return -EINVAL;
     return pool_run(pool, (struct task){.run = run_adam,
                                         .n = n,
-                                        .adam = {hi, lo, exp_avg, exp_avg_sq, grad},
-                                        .src_format = grad_format,
+                                        .adam = {.hi = hi, .lo = lo, .exp_avg = exp_avg, .exp_avg_sq = exp_avg_sq,
+                                                 .grad = grad},
+                                        .shape = {1, SIMD_BF16, grad_format},
+                                        .row = row});
+}
+
+int simd_pool_adam_whole(simd_pool *pool, float *master, void *weight, int weight_format, float *exp_avg,
+                         float *exp_avg_sq, const void *grad, int grad_format, size_t n, const simd_adam_row *row) {
+    if (!simd_format_valid(grad_format) || !simd_format_valid(weight_format))
+        return -EINVAL;
+    return pool_run(pool, (struct task){.run = run_adam,
+                                        .n = n,
+                                        .adam = {.master = master, .weight = weight, .exp_avg = exp_avg,
+                                                 .exp_avg_sq = exp_avg_sq, .grad = grad},
+                                        .shape = {0, weight_format, grad_format},
                                         .row = row});
 }
 

@@ -42,6 +42,11 @@ typedef struct simd_adam_row {
 int simd_adam_split(uint16_t *hi, int16_t *lo, float *exp_avg, float *exp_avg_sq, const void *grad, int grad_format,
                     size_t n, const simd_adam_row *row);
 
+/* The same for a master that is kept whole.  weight: the master rounded to nearest even as `weight_format`, written only;
+ * SIMD_F32: there is none, `weight` is not looked at.  SIMD_NONFINITE also when a weight overflows its format. */
+int simd_adam_whole(float *master, void *weight, int weight_format, float *exp_avg, float *exp_avg_sq, const void *grad,
+                    int grad_format, size_t n, const simd_adam_row *row);
+
 /* Running sum of squares of one tensor (DESIGN 5b "Norm"): blocks of 1024 elements from the tensor's first one, fixed
  * lanes in fp64, blocks in order.  Zero-initialise; feed the tensor's pieces in order, cut anywhere. */
 #define SIMD_NORM_BLOCK 1024
@@ -52,10 +57,11 @@ typedef struct simd_norm {
     uint64_t count;                /* elements so far */
     uint64_t nonfinite;            /* elements that were Inf or NaN */
 } simd_norm;
-double simd_norm_value(const simd_norm *norm); /* closed blocks + the open one */
+double simd_norm_value(const simd_norm *norm); /* the sum; NaN when an element was not finite */
 
 /* Take a gradient contribution off the device: x = round(src) to `round_format`, then dst = x, or dst += x in fp32 when
- * `accumulate` is set (dst_format must then be SIMD_F32), and add the *result's* squares to `norm` (may be NULL). */
+ * `accumulate` is set, and add the *result's* squares to `norm` (may be NULL).  dst_format is SIMD_F32, or round_format
+ * when not accumulating; else -EINVAL. */
 int simd_grad_take(const void *src, int src_format, int round_format, void *dst, int dst_format, int accumulate,
                    size_t n, simd_norm *norm);
 /* Sum of squares of what is kept already. */
@@ -68,10 +74,13 @@ int simd_split(const float *src, uint16_t *hi, int16_t *lo, size_t n);
 /* The same call on `num_threads` threads (>= 1, explicit, the caller's own included): pieces are multiples of
  * 4096 elements, so the bits do not depend on the count. */
 typedef struct simd_pool simd_pool;
+/* One caller at a time (else -EBUSY).  After a fork the child's calls give -EPERM; it may close. */
 int simd_pool_open(uint32_t num_threads, simd_pool **out);
 void simd_pool_close(simd_pool *pool);
 int simd_pool_adam_split(simd_pool *pool, uint16_t *hi, int16_t *lo, float *exp_avg, float *exp_avg_sq, const void *grad,
                          int grad_format, size_t n, const simd_adam_row *row);
+int simd_pool_adam_whole(simd_pool *pool, float *master, void *weight, int weight_format, float *exp_avg,
+                         float *exp_avg_sq, const void *grad, int grad_format, size_t n, const simd_adam_row *row);
 int simd_pool_convert(simd_pool *pool, const void *src, int src_format, void *dst, int dst_format, size_t n);
 int simd_pool_join(simd_pool *pool, const uint16_t *hi, const int16_t *lo, float *dst, size_t n);
 

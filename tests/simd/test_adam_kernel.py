@@ -10,7 +10,17 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from simd_arrays import OFFSETS, SIZES, TORCH, Array, State, state_of, tame_state, wild_state
+from simd_arrays import (
+    OFFSETS,
+    SIZES,
+    TORCH,
+    Array,
+    State,
+    placed,
+    state_of,
+    tame_state,
+    wild_state,
+)
 
 from offload import kernels
 
@@ -134,6 +144,73 @@ def test_each_step_is_within_four_ulp_of_torch(
         theirs.step()
         assert ulps(ours.master(), weight.detach().numpy(), lr) <= 4
     assert np.mean(start != weight.detach().numpy()) > 0.99
+
+
+def updated_whole(
+    start: State, row: np.void, name: str, weight_name: str | None, *, offsets: Any = (0,) * 5
+) -> tuple[Any, ...]:
+    """Status, master, moments and weight after the update of a whole master."""
+    kernels.select(name)
+    state = start.copy(offsets)
+    master = placed(start.master(), offsets[0])
+    weight = None if weight_name is None else torch.zeros(master.shape, dtype=TORCH[weight_name])
+    reported = kernels.adam_whole(
+        master, state.exp_avg, state.exp_avg_sq, state.grad, row=row, weight=weight
+    )
+    image = b"" if weight is None else weight.view(torch.int16).numpy().tobytes()
+    return reported, master.tobytes(), *state.data()[2:], image
+
+
+WEIGHTS = st.sampled_from([None, "bfloat16", "float16"])
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=SEEDS, n=SIZES, offsets=OFFSETS, grad_name=FORMATS, weight_name=WEIGHTS, row=ROWS,
+    wild=st.booleans(),
+)  # fmt: skip
+def test_a_whole_master_gets_the_same_bits_on_all_variants(
+    seed: int, n: int, offsets: Any, grad_name: str, weight_name: str | None, row: Any, wild: bool
+) -> None:
+    start = (wild_state if wild else tame_state)(seed, n, grad_name)
+    wanted = updated_whole(start, row, "portable", weight_name)
+    for name in kernels.supported():
+        assert updated_whole(start, row, name, weight_name, offsets=offsets) == wanted, name
+
+
+@settings(max_examples=25, deadline=None)
+@given(seed=SEEDS, n=SIZES, grad_name=FORMATS, weight_name=WEIGHTS, row=ROWS)
+def test_a_whole_master_is_updated_as_a_split_one_and_its_weight_is_it_rounded(
+    seed: int, n: int, grad_name: str, weight_name: str | None, row: np.void
+) -> None:
+    start = tame_state(seed, n, grad_name)
+    split = start.copy()
+    split.update(row)
+    _, master, *moments, weight = updated_whole(start, row, kernels.variant(), weight_name)
+    assert master == split.master().tobytes()
+    assert moments == list(split.data()[2:])
+    if weight_name is not None:
+        rounded = torch.from_numpy(split.master()).to(TORCH[weight_name])
+        assert weight == rounded.view(torch.int16).numpy().tobytes()
+
+
+@pytest.mark.parametrize(
+    ("weight_name", "fits", "overflows"),
+    [(None, 3.4e38, np.inf), ("bfloat16", 3.3895e38, 3.4e38), ("float16", 65519.0, 65520.0)],
+)
+def test_a_weight_that_overflows_its_format_is_reported(
+    variant: str, weight_name: str | None, fits: float, overflows: float
+) -> None:
+    row = kernels.adam_row(1e-3, (0.9, 0.999), 1e-8, 0.0, 1, decoupled=True)
+    zeros = np.zeros(33, np.float32)
+    for value, reported in ((fits, False), (-fits, False), (overflows, True), (-overflows, True)):
+        master = np.zeros(33, np.float32)
+        master[32] = value
+        weight = None if weight_name is None else torch.zeros(33, dtype=TORCH[weight_name])
+        got = kernels.adam_whole(master, zeros + 0, zeros + 0, zeros, row=row, weight=weight)
+        assert got is reported
+        if weight is not None:
+            assert bool(weight.isinf().any()) is reported
 
 
 def test_a_clip_factor_scales_the_gradient_as_scaling_it_beforehand_does() -> None:

@@ -34,6 +34,14 @@ def test_the_number_of_threads_changes_no_bit(
     with kernels.Threads(num_threads) as threads:
         assert together.update(ROW, threads) is reported
         assert together.data() == alone.data()
+        whole, copy = start.master(), start.copy()
+        weight = torch.zeros(n, dtype=torch.float16)
+        kernels.adam_whole(
+            whole, copy.exp_avg, copy.exp_avg_sq, copy.grad, row=ROW, weight=weight, threads=threads
+        )
+        if not wild:
+            assert whole.tobytes() == alone.master().tobytes()
+            assert torch.equal(weight, torch.from_numpy(whole).half())
         joined, half = np.empty(n, np.float32), torch.empty(n, dtype=torch.float16)
         kernels.join(alone.hi, alone.lo, joined, threads=threads)
         assert joined.tobytes() == alone.master().tobytes()

@@ -60,6 +60,15 @@ static void adam(size_t n, int format, int wild) {
     sum = sum_of(sum, f32, sizeof f32);
 }
 
+static void adam_whole(size_t n, int format, int weight_format) {
+    const simd_adam_row row = {.37f, .01f, .999f, .9f, .1f, .999f, .001f, 3e-4f, 1.25f, 1e-8f};
+    fill(f32, sizeof f32);
+    const int status = simd_adam_whole(f32[0], u16[0], weight_format, f32[1], f32[2], f32[3], format, n, &row);
+    sum = sum_of(sum, &status, sizeof status);
+    sum = sum_of(sum, u16[0], sizeof u16[0]);
+    sum = sum_of(sum, f32, sizeof f32);
+}
+
 static void formats(size_t n) {
     for (int from = SIMD_F32; from <= SIMD_F16; from++)
         for (int to = SIMD_F32; to <= SIMD_F16; to++) {
@@ -100,6 +109,9 @@ int main(void) {
                 gradients(sizes[i], format, wild);
                 printf("%zu gradients %d %d %016" PRIx64 "\n", sizes[i], format, wild, sum);
             }
+        for (int format = SIMD_F32; format <= SIMD_F16; format++)
+            for (int weight_format = SIMD_F32; weight_format <= SIMD_F16; weight_format++)
+                adam_whole(sizes[i], format, weight_format);
         formats(sizes[i]);
         printf("%zu formats %016" PRIx64 "\n", sizes[i], sum);
     }
