@@ -24,6 +24,7 @@ HERE = Path(__file__).resolve().parent
 STATE_BYTES_PER_PARAM = 12  # bf16 weight, low half of the master, two fp32 moments
 SAMPLE_INTERVAL_S = 0.02
 MIB = 1 << 20
+PRIVATE = ("RssAnon:", "RssShmem:", "HugetlbPages:")
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,7 @@ class Demo:
     arguments: tuple[str, ...] = (
         *("--layers", "14", "--width", "768", "--heads", "12", "--checkpointing"),
         *("--batch", "4", "--seq", "64", "--steps", "80", "--lr", "6e-4", "--eval-every", "20"),
+        *("--max-minutes", "6.5"),  # a slow or busy machine ends in time too, with fewer steps
     )
 
     @property
@@ -69,9 +71,9 @@ class PeakMemory(threading.Thread):
 
 
 def private_bytes(status: str) -> int:
-    """RssAnon + RssShmem of a /proc/PID/status: memory that no file backs."""
+    """Memory that no file backs, from the text of a /proc/PID/status."""
     rows = (line.split() for line in status.splitlines())
-    return sum(int(row[1]) * 1024 for row in rows if row and row[0] in ("RssAnon:", "RssShmem:"))
+    return sum(int(row[1]) * 1024 for row in rows if row and row[0] in PRIVATE)
 
 
 def peak_of(command: list[str]) -> tuple[int, int]:
@@ -115,8 +117,10 @@ class Outcome:
         return self.state_bytes / self.demo.budget_bytes
 
     def lines(self) -> Iterator[tuple[str, str]]:
-        final, last = self.final, self.steps[-1]
-        moved = [last[key] for key in ("read_bytes", "write_bytes")]
+        final, num_steps = self.final, len(self.steps)
+        moved = [
+            sum(row[k] for row in self.steps) // num_steps for k in ("read_bytes", "write_bytes")
+        ]
         per_param = [num_bytes / final["parameters"] for num_bytes in moved]
         yield "parameters", f"{final['parameters'] / 1e6:.1f} million"
         yield "model state", f"{mb(self.state_bytes)}, {STATE_BYTES_PER_PARAM} bytes a parameter"
@@ -126,9 +130,10 @@ class Outcome:
         yield "peak memory", f"{mb(self.peak)} measured from outside"
         above = "activations and working memory of torch included"
         yield "  above imports", f"{mb(self.peak - self.baseline)}, {above}"
-        yield "disk, last step", f"read {mb(moved[0])}, written {mb(moved[1])}"
+        yield "disk, mean step", f"read {mb(moved[0])}, written {mb(moved[1])}"
         yield "  per parameter", f"{per_param[0]:.1f} + {per_param[1]:.1f} bytes"
-        yield "step, median", f"{statistics.median(row['seconds'] for row in self.steps):.2f} s"
+        seconds = statistics.median(row["seconds"] for row in self.steps)
+        yield "steps", f"{num_steps} of {seconds:.2f} s (median)"
         yield "validation loss", f"{final['validation_loss']:.3f} nats a byte"
         yield "unigram entropy", f"{final['unigram_entropy']:.3f} nats a byte"
 

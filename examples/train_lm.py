@@ -43,6 +43,7 @@ def parse_arguments() -> argparse.Namespace:
     training.add_argument("--clip", type=float, default=1.0, help="greatest gradient norm")
     training.add_argument("--seed", type=int, default=0)
     training.add_argument("--eval-every", type=int, default=40, help="steps; 0: only at the end")
+    training.add_argument("--max-minutes", type=float, default=math.inf, help="then stop early")
     training.add_argument("--out", type=Path, default=Path("runs/train_lm"))
     training.add_argument("--resume", action="store_true", help="go on where the store stands")
     training.add_argument("--no-offload", action="store_true", help="all in memory, no engine")
@@ -187,6 +188,7 @@ class Run:
 
     def train(self) -> None:
         first, last = self.trainer.global_step, self.args.steps
+        end = time.monotonic() + 60 * self.args.max_minutes
         with tqdm(initial=first, total=last, unit="step", mininterval=1, smoothing=0.1) as bar:
             for step in range(first + 1, last + 1):
                 row = self.one_step()
@@ -196,6 +198,8 @@ class Run:
                 due = self.args.eval_every and step % self.args.eval_every == 0
                 if due and step < last:
                     self.record.add(step=step, validation_loss=self.validate())
+                if time.monotonic() > end:
+                    break
 
     def one_step(self) -> dict[str, Any]:
         start = time.perf_counter()
