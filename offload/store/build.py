@@ -200,7 +200,7 @@ def _fill(folders: Sequence[Path], manifest: Manifest) -> None:
             os.close(fd)
     for layout in manifest.files:
         for side in range(manifest.num_sides):
-            path = folders[layout.path] / layout.file_name(side, manifest.rank)
+            path = folders[layout.path] / layout.names[side]
             files.make_file(path, manifest, layout, side)
     for store_folder in folders:
         durable.flush_folder(store_folder)

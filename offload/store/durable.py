@@ -72,4 +72,4 @@ def explain(error: OSError, what: str) -> str:
     }
     why = os.strerror(error.errno) if error.errno else str(error)
     where = f" ({error.filename})" if error.filename else ""
-    return f"{what}: {why}{where}. {advice.get(error.errno or 0, 'Check the drive, its mount.')}"
+    return f"{what}: {why}{where}. {advice.get(error.errno or 0, 'Check the drive and its mount.')}"

@@ -65,6 +65,7 @@ class FileLayout:
     unit: str
     index: int
     path: int  # which of the store's folders
+    names: tuple[str, ...]  # of its files, one per side
     roles: Mapping[Role, RoleRange] = field(hash=False)
     checksum_offset: int
     file_bytes: int
@@ -73,14 +74,18 @@ class FileLayout:
     def num_blocks(self) -> int:
         return sum(place.num_blocks for place in self.roles.values())
 
-    def file_name(self, side: int, rank: int = 0) -> str:
-        """A name that is safe on every file system; the manifest alone says what is inside."""
-        readable = re.sub(r"[^A-Za-z0-9._-]", "_", self.unit)[:_MAX_NAME]
-        return f"{self.index:05d}-{readable}.r{rank}.{SIDE_NAMES[side]}"
+
+def file_name(unit: str, index: int, *, rank: int, side: int) -> str:
+    """A name that is safe on every file system, and that a person recognises."""
+    readable = re.sub(r"[^A-Za-z0-9._-]", "_", unit)[:_MAX_NAME]
+    return f"{index:05d}-{readable}.r{rank}.{SIDE_NAMES[side]}"
 
 
-def lay_out_file(unit: UnitExtents, index: int, path: int) -> FileLayout:
+def lay_out_file(
+    unit: UnitExtents, index: int, *, path: int, num_sides: int = 2, rank: int = 0
+) -> FileLayout:
     """Place the roles of `unit` behind the header, the checksums behind the roles."""
+    names = [file_name(unit.name, index, rank=rank, side=side) for side in range(num_sides)]
     offset = HEADER_BYTES
     roles: dict[Role, RoleRange] = {}
     for role, num_bytes in unit.role_bytes.items():
@@ -88,7 +93,7 @@ def lay_out_file(unit: UnitExtents, index: int, path: int) -> FileLayout:
         offset += roles[role].padded_bytes
     num_blocks = sum(place.num_blocks for place in roles.values())
     end = offset + round_up(num_blocks * CHECKSUM_BYTES, STORE_ALIGN_BYTES)
-    return FileLayout(unit.name, index, path, roles, offset, end)
+    return FileLayout(unit.name, index, path, tuple(names), roles, offset, end)
 
 
 def spread(
@@ -102,12 +107,12 @@ def spread(
     used = [0] * len(free_bytes)
     layouts: list[FileLayout] = []
     for index, unit in enumerate(units):
-        num_bytes = lay_out_file(unit, index, 0).file_bytes * num_sides
+        num_bytes = lay_out_file(unit, index, path=0).file_bytes * num_sides
         fits = [i for i, free in enumerate(free_bytes) if free - used[i] >= num_bytes]
         if fits:
             path = min(fits, key=lambda i: used[i])
         else:
             path = max(range(len(used)), key=lambda i: free_bytes[i] - used[i])
         used[path] += num_bytes
-        layouts.append(lay_out_file(unit, index, path))
+        layouts.append(lay_out_file(unit, index, path=path, num_sides=num_sides))
     return layouts

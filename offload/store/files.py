@@ -65,7 +65,7 @@ class DataFiles:
 
     def path(self, unit: str, side: int) -> Path:
         layout = self.layout(unit)
-        return self._folders[layout.path] / layout.file_name(side, self._manifest.rank)
+        return self._folders[layout.path] / layout.names[side]
 
     def layout(self, unit: str) -> FileLayout:
         if unit not in self._layouts:

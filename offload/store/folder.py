@@ -26,7 +26,7 @@ PART_NAME = "PART"
 COMMIT_NAMES = ("COMMIT.0", "COMMIT.1")
 SCRATCH_PREFIX = "scratch-"
 _OURS = re.compile(
-    r"LOCK|(MANIFEST|PART)(\.new)?|COMMIT\.[01]|scratch-.+|[0-9]{5}-[A-Za-z0-9._-]*\.r[0-9]+\.[AB]"
+    r"LOCK|(MANIFEST|PART)(\.new)?|COMMIT\.[01]|scratch-.+|" + format.DATA_NAME.pattern
 )
 
 

@@ -9,10 +9,11 @@ from __future__ import annotations
 import enum
 import hashlib
 import json
+import re
 import struct
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -23,6 +24,8 @@ from offload.store.extents import HEADER_BYTES, SIDE_NAMES, FileLayout, UnitExte
 VERSION = 1
 ALGORITHM = "crc32"  # zlib's; named in each file, so that another can follow
 DURABILITIES = ("none", "process", "step")
+
+DATA_NAME = re.compile(r"[0-9]{5}-[A-Za-z0-9._-]*\.r[0-9]+\.[AB]")
 
 _DATA_MAGIC = b"OFLDDATA"
 _COMMIT_MAGIC = b"OFLDCMIT"
@@ -109,7 +112,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
         {
             "unit": file.unit,
             "path": file.path,
-            "files": [file.file_name(i, manifest.rank) for i in range(manifest.num_sides)],
+            "files": list(file.names),
             "bytes": {role.value: place.num_bytes for role, place in file.roles.items()},
             "offsets": {role.value: place.offset for role, place in file.roles.items()},
             "checksum_offset": file.checksum_offset,
@@ -126,8 +129,10 @@ def encode_manifest(manifest: Manifest) -> bytes:
 def decode_manifest(data: bytes, where: str) -> Manifest:
     value = decode_text("store", data, where)
     try:
+        num_sides = value["num_sides"]
+        entries = enumerate(value["files"])
         manifest = Manifest(
-            files=tuple(_decode_file(i, entry, where) for i, entry in enumerate(value["files"])),
+            files=tuple(_decode_file(i, entry, num_sides, where) for i, entry in entries),
             **{name: value[name] for name in ("store_id", "name", "layout", "num_sides")},
             **{name: value[name] for name in ("num_paths", "rank", "num_ranks")},
         )
@@ -139,9 +144,10 @@ def decode_manifest(data: bytes, where: str) -> Manifest:
     return manifest
 
 
-def _decode_file(index: int, entry: Mapping[str, Any], where: str) -> FileLayout:
+def _decode_file(index: int, entry: Mapping[str, Any], num_sides: int, where: str) -> FileLayout:
     unit = UnitExtents(entry["unit"], {Role(r): n for r, n in entry["bytes"].items()})
-    file = lay_out_file(unit, index, entry["path"])
+    file = lay_out_file(unit, index, path=entry["path"], num_sides=num_sides)
+    names = tuple(entry["files"])
     offsets = {role.value: place.offset for role, place in file.roles.items()}
     if (offsets, file.checksum_offset, file.file_bytes) != (
         entry["offsets"],
@@ -149,7 +155,9 @@ def _decode_file(index: int, entry: Mapping[str, Any], where: str) -> FileLayout
         entry["file_bytes"],
     ):
         raise StoreCorrupt(f"{where}: the extents of unit {unit.name!r} contradict their sizes.")
-    return file
+    if len(names) != num_sides or not all(DATA_NAME.fullmatch(name) for name in names):
+        raise StoreCorrupt(f"{where}: the files of unit {unit.name!r} have odd names: {names}.")
+    return replace(file, names=names)
 
 
 # Binary headers: 4096 bytes; a common prefix whose checksum covers the whole block.

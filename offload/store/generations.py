@@ -45,7 +45,8 @@ class Generations:
         self._manifest = manifest
         self._durability = durability
         self._begun = True  # the spare sides may be written
-        self._refusal: str | None = None  # why nothing may be written any more
+        self._refusal: str | None = None  # why nothing more may be committed
+        self._broken = False  # a write or flush of our own failed: touch nothing
 
     def adopt(self, record: Record) -> None:
         """Start from the generation that `open` found."""
@@ -74,12 +75,14 @@ class Generations:
         return record
 
     def flush(self) -> None:
-        """Make the committed generation survive a power loss."""
+        """Make the committed generation survive a power loss, if it is whole and not flushed yet.
+
+        A failed transfer does not forbid it: that concerned sides that are not committed.
+        """
         last = self.committed
         overwriting = self._begun and self._manifest.num_sides == 1
-        if last is None or last.flushed or overwriting:
+        if last is None or last.flushed or overwriting or self._broken:
             return
-        self.check_writable()
         record = replace(last, sequence=last.sequence + 1, flushed=True, boot_id=boot_id())
         with self._poisoning(f"generation {last.generation} cannot be flushed"):
             self._files.flush(self._unflushed(record))
@@ -93,10 +96,6 @@ class Generations:
     def refuse(self, why: str) -> None:
         """Refuse everything but `close` from now on; the first reason counts."""
         self._refusal = self._refusal or why
-
-    @property
-    def refused(self) -> bool:
-        return self._refusal is not None
 
     def check_writable(self) -> None:
         if self._refusal is not None:
@@ -159,6 +158,7 @@ class Generations:
         try:
             yield
         except BaseException as error:
+            self._broken = True
             why = f"{what}: {error}"
             if isinstance(error, OSError):
                 why = explain(error, what)

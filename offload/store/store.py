@@ -95,12 +95,13 @@ class Store(contextlib.AbstractContextManager["Store"]):
                 found, name, placed=placed, num_sides=num_sides, layout=recover.plain(layout)
             )
             locks = build.build(found, manifest, fresh=fresh)
-            try:
+            with contextlib.ExitStack() as undo:
+                undo.callback(build.discard, found.folders, locks)
                 store = cls(found.folders, manifest, locks=locks, durability=durability)
+                undo.callback(store.generations.close)
+                undo.callback(store.files.close)
                 store.files.open(())
-            except BaseException:
-                build.discard(found.folders, locks)
-                raise
+                undo.pop_all()
         return store
 
     @classmethod
@@ -224,7 +225,7 @@ class Store(contextlib.AbstractContextManager["Store"]):
         `flush` makes the committed generation survive a power loss, whatever its durability.
         """
         try:
-            if flush and self._locks and not self.generations.refused:
+            if flush and self._locks:
                 self.generations.flush()
         finally:
             self.generations.close()

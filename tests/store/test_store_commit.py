@@ -239,6 +239,8 @@ def test_a_poisoned_store_refuses_commits_and_keeps_the_last_generation(bench: B
             call()
     store.close()
     with bench.open() as store:
+        assert store.committed is not None
+        assert store.committed.flushed  # the failure concerned the other sides
         assert content(store, "embed") == {1}
         step(store, 2)
 

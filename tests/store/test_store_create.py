@@ -109,7 +109,7 @@ def test_an_odd_unit_name_survives_and_its_file_name_is_safe(bench: Bench, name:
 def test_unit_names_that_differ_only_in_replaced_characters_get_files_of_their_own() -> None:
     names = ["a@b", "a b", "a_b"]
     units = [UnitExtents(name, {Role.PARAM: 1}) for name in names]
-    files = {lay_out_file(unit, i, 0).file_name(0) for i, unit in enumerate(units)}
+    files = {lay_out_file(unit, i, path=0).names[0] for i, unit in enumerate(units)}
     assert len(files) == 3
 
 

@@ -159,6 +159,32 @@ def test_a_manifest_that_contradicts_itself_is_refused(bench: Bench, key: str) -
         bench.open()
 
 
+@pytest.mark.parametrize("names", [["../../etc/passwd", "b"], ["00000-embed.r0.A"], ["a/b", ""]])
+def test_a_manifest_that_names_files_elsewhere_is_refused(bench: Bench, names: list[str]) -> None:
+    bench.trained(1).close()
+    path = bench.folder / "MANIFEST"
+    value = format.decode_text("store", path.read_bytes(), "here")
+    value["files"][0]["files"] = names
+    path.write_bytes(format.encode_text("store", value))
+    with pytest.raises(StoreCorrupt, match="odd names"):
+        bench.open()
+
+
+def test_the_manifest_alone_decides_which_file_is_which(bench: Bench) -> None:
+    """Another release may name files otherwise."""
+    bench.trained(1).close()
+    path = bench.folder / "MANIFEST"
+    value = format.decode_text("store", path.read_bytes(), "here")
+    for side, old in enumerate(list(value["files"][0]["files"])):
+        new = f"77777-renamed.r0.{'AB'[side]}"
+        (bench.folder / old).rename(bench.folder / new)
+        value["files"][0]["files"][side] = new
+    path.write_bytes(format.encode_text("store", value))
+    with bench.open() as store:
+        assert content(store, "embed") == {0}
+        assert store.files.path("embed", 0).name == "77777-renamed.r0.A"
+
+
 @pytest.mark.parametrize("key", ["files", "store_id", "layout", "layout_hash", "num_sides"])
 def test_a_manifest_without_a_field_is_refused(bench: Bench, key: str) -> None:
     bench.trained(1).close()
