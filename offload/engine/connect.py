@@ -28,13 +28,13 @@ from offload.runtime.binding import BoundUnit
 from offload.runtime.device import Device, make_device
 from offload.runtime.evicted import guard_class
 from offload.runtime.fetch import Fetcher
-from offload.runtime.gradients import GradFormat, GradientKeeper, KeptUnit
+from offload.runtime.gradients import GradientKeeper, KeptUnit
 from offload.runtime.guard import ParameterGuard
 from offload.runtime.hooks import Hooks
 from offload.runtime.persistent import PersistentState
 from offload.runtime.residency import Residency
-from offload.runtime.spill import Spiller
-from offload.schedule.placement import grad_bytes
+from offload.runtime.spill import Spiller, SpillFile
+from offload.schedule.placement import SUM_BYTES, grad_bytes
 from offload.store.store import Store
 
 READ_DEPTH = WRITE_DEPTH = 8
@@ -123,9 +123,7 @@ def _lay_ground(
     persistent = None
     if small is not None:
         state = memory.persistent
-        persistent = PersistentState(
-            _bind(blueprint, small), state, grad_bytes=blueprint.formats.grad
-        )
+        persistent = PersistentState(_bind(blueprint, small), state, grad_bytes=SUM_BYTES)
     return Ground(
         blueprint, store, resumed, metrics, queue, memory, device, ledger, persistent,
         contextlib.ExitStack(),
@@ -151,7 +149,7 @@ def _build(ground: Ground, captures: Captures) -> Parts:
     )  # fmt: skip
     pipeline = UpdatePipeline(
         ground.queue, ground.memory.update.view, num_slots=placement.update_slots,
-        chunk_elems=placement.chunk_elems, grad_elem_bytes=blueprint.formats.grad,
+        chunk_elems=placement.chunk_elems, grad_elem_bytes=SUM_BYTES,
         num_threads=blueprint.num_threads,
     )  # fmt: skip
     for part in (keeper, hooks, pipeline):
@@ -213,26 +211,26 @@ def _residency(ground: Ground) -> tuple[ParameterGuard, Residency]:
 
 def _keeper(ground: Ground) -> GradientKeeper:
     blueprint = ground.blueprint
-    kept_dtype = torch.bfloat16 if blueprint.formats.grad == 2 else torch.float32
-    grad_format = GradFormat(blueprint.config.dtype, kept_dtype)
+    dtype = torch.bfloat16 if blueprint.formats.grad == 2 else torch.float32
     first = 0
     kept = []
     for unit in blueprint.units:
         region = ground.memory.held.get(unit.index)
         if ground.persistent is not None and unit is ground.persistent.unit:
             region = ground.persistent.grad
-        file = None
+        spill = None
         if unit.index in blueprint.placement.spilled:
-            num_bytes = grad_bytes(unit, blueprint.formats)
-            file = ground.store.scratch(f"grad-{unit.index}", num_bytes)
-        kept.append(KeptUnit(unit, region, first, file))
+            file = ground.store.scratch(f"grad-{unit.index}", grad_bytes(unit, blueprint.formats))
+            spill = SpillFile(unit, file, dtype)
+        kept.append(KeptUnit(unit, first, dtype, region=region, spill=spill))
         first += len(unit.slots)
     spiller = Spiller(
         ground.queue, ground.memory.spill, chunk_elems=blueprint.placement.chunk_elems,
-        elem_bytes=grad_format.elem_bytes, deadline=ground.ledger.deadline, metrics=ground.metrics,
+        deadline=ground.ledger.deadline, metrics=ground.metrics,
     )  # fmt: skip
     return GradientKeeper(
-        kept, grad_format, device=ground.device, spiller=spiller, wait=ground.ledger.wait
+        kept, round_to=blueprint.config.dtype, device=ground.device, spiller=spiller,
+        wait=ground.ledger.wait, scratch=ground.store.scratch,
     )  # fmt: skip
 
 

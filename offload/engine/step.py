@@ -63,7 +63,7 @@ class Stepper:
         self._pipeline = pipeline
         self._counts = counts
         self._metrics = metrics
-        self._templates: dict[tuple[int, int, bool], UnitTemplate] = {}
+        self._templates: dict[tuple[int, int, bool, torch.dtype], UnitTemplate] = {}
         self._norm_index = {
             slot.tensor.name: keeper[unit.index].index_of[slot.tensor.name]
             for unit in self._units
@@ -142,10 +142,11 @@ class Stepper:
     def _template(self, unit: Unit) -> UnitTemplate:
         side = self._ledger.sides[unit.index]
         zero = unit.index in self._ledger.zero_moments
-        key = (unit.index, side, zero)
+        kept = self._keeper[unit.index]
+        key = (unit.index, side, zero, kept.dtype)
         if key not in self._templates:
             streams = {role: self._state_place(unit, role, side, zero) for role in STATE_ROLES}
-            streams[Role.GRAD] = self._grad_place(self._keeper[unit.index])
+            streams[Role.GRAD] = _grad_place(kept)
             self._templates[key] = UnitTemplate.of(
                 unit, chunk_elems=self._rules.chunk_elems, streams=streams
             )
@@ -161,9 +162,10 @@ class Stepper:
             return StreamPlace(write=to)
         return StreamPlace(read=(read.file, read.offset), write=to)
 
-    def _grad_place(self, kept: KeptUnit) -> StreamPlace:
-        name = DTYPE_NAMES[self._keeper.format.kept]
-        if kept.region is not None:
-            return StreamPlace.grad(name, host_address=kept.region.address)
-        assert kept.file is not None
-        return StreamPlace.grad(name, read=(kept.file, 0))
+
+def _grad_place(kept: KeptUnit) -> StreamPlace:
+    name = DTYPE_NAMES[kept.dtype]
+    if kept.spill is not None:
+        return StreamPlace.grad(name, read=(kept.spill.file, 0))
+    assert kept.region is not None
+    return StreamPlace.grad(name, host_address=kept.region.address)

@@ -1,4 +1,9 @@
-"""When the gradients of a unit are complete."""
+"""When the gradients of a unit are complete.
+
+Usually when each parameter has got one.  Reentrant checkpointing fires a parameter's hook once per
+use, so for a unit whose modules ran more than once the count is learned: a pass with a number of
+calls that was never seen before is complete only at the end of backward.
+"""
 
 from __future__ import annotations
 
@@ -6,36 +11,26 @@ from offload.runtime.binding import BoundUnit
 
 
 class Arrivals:
-    """When are a unit's gradients complete?  When as many have arrived as in the pass before.
-
-    Reentrant checkpointing fires a parameter's hook once per use, so in the first pass a unit whose
-    modules ran more than once is complete only at the end of backward.
-    """
+    """Counts the gradients of one unit in one backward pass."""
 
     def __init__(self, bound: BoundUnit) -> None:
-        self._trainable = sum(slot.tensor.trainable for slot in bound.unit.slots)
+        trainable = sum(slot.tensor.trainable for slot in bound.unit.slots)
+        self._expected = {1: trainable}  # arrivals of a pass by calls of the unit's modules
         self._count = 0
         self._parameters: set[int] = set()
-        self._expected: int | None = None  # of the last pass
 
-    def add(self, position: int) -> None:
+    def add(self, position: int, *, calls: int) -> bool:
+        """Count an arrival; True: nothing more is expected."""
         self._count += 1
         self._parameters.add(position)
+        expected = self._expected.get(max(calls, 1))
+        return self._count == expected and len(self._parameters) == self._expected[1]
 
-    def complete(self, *, called_once: bool) -> bool:
-        """True at the arrival after which nothing more is expected."""
-        if self._expected is None and not called_once:
-            return False
-        expected = self._trainable if self._expected is None else self._expected
-        return self._count == expected and (
-            self._expected is not None or len(self._parameters) == self._trainable
-        )
-
-    def finish(self) -> bool:
+    def finish(self, *, calls: int) -> bool:
         """End the pass; True: something may have arrived after completion, or never completed."""
         arrived = self._count > 0
-        if arrived:
-            self._expected = self._count
+        if arrived and calls > 1 and len(self._parameters) == self._expected[1]:
+            self._expected[calls] = self._count
         self._count = 0
         self._parameters.clear()
         return arrived

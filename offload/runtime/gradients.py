@@ -10,6 +10,7 @@ role.  The norm of each tensor is accumulated over what is kept, in the pass tha
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -20,10 +21,12 @@ from offload import kernels
 from offload.errors import StateError
 from offload.memory.slab import Region
 from offload.partition.chunk import Chunk, Segment, chunks_of, segments_of
-from offload.partition.unit import Slot, Unit
+from offload.partition.unit import STORE_ALIGN_BYTES, Slot, Unit, round_up
 from offload.runtime.binding import BoundUnit
 from offload.runtime.device import Device
 from offload.runtime.spill import Spiller, SpillFile
+
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass
@@ -31,44 +34,37 @@ class KeptUnit:
     """Where one unit's gradients are kept, and which tensors have one in this step."""
 
     unit: Unit
-    region: Region | None  # HOST; None: spilled
     first_tensor: int  # index of the unit's first tensor in the norm table
-    file: aio.File | None = None  # of spilled gradients
+    dtype: torch.dtype  # bf16 for a single micro-step in bf16, else float32
+    region: Region | None = None  # HOST; or
+    spill: SpillFile | None = None  # DISK
     has_grad: set[str] = field(default_factory=set)  # tensors with a contribution in this step
 
     def __post_init__(self) -> None:
-        self.spill = SpillFile(self.unit, self.file) if self.file is not None else None
         self.index_of = {
             slot.tensor.name: self.first_tensor + position
             for position, slot in enumerate(self.unit.slots)
         }
 
 
-@dataclass(frozen=True)
-class GradFormat:
-    """How gradients are kept."""
-
-    rounded: torch.dtype  # of each contribution when it leaves the device (DESIGN N2)
-    kept: torch.dtype  # bf16 for one micro-step in bf16, else float32
-
-    @property
-    def elem_bytes(self) -> int:
-        return self.kept.itemsize
-
-
 class GradientKeeper:
     """Owns all kept gradients.  Called from backward hooks, one at a time, and from step()."""
 
     def __init__(
-        self, kept: Sequence[KeptUnit], grad_format: GradFormat, *,
-        device: Device, spiller: Spiller, wait: Callable[[int], None],
+        self, kept: Sequence[KeptUnit], *, round_to: torch.dtype, device: Device,
+        spiller: Spiller, wait: Callable[[int], None], scratch: Callable[[str, int], aio.File],
     ) -> None:  # fmt: skip
-        """`wait(unit)` returns when the last update no longer reads the unit's kept gradients."""
-        self.format = grad_format
+        """`round_to`: each contribution is rounded to it once (DESIGN N2).
+
+        `wait(unit)` returns when the last update no longer reads the unit's kept gradients.
+        `scratch(name, num_bytes)` reserves a file for gradients.
+        """
         self._kept = {unit.unit.index: unit for unit in kept}
+        self._round_to = round_to
         self._device = device
         self._spiller = spiller
         self._wait = wait
+        self._scratch = scratch
         self.norm = kernels.Norm(sum(len(unit.unit.slots) for unit in kept))
 
     def __getitem__(self, unit: int) -> KeptUnit:
@@ -85,8 +81,9 @@ class GradientKeeper:
                 grads[slot.tensor.name] = self._device.to_host(grad)
         if not grads:
             return
-        self._check_micro_steps(kept, grads)
         self._wait(bound.unit.index)
+        if kept.dtype is not torch.float32 and kept.has_grad & grads.keys():
+            self._widen(kept)
         if kept.region is not None:
             self._take_in_memory(kept, kept.region, grads)
         elif kept.spill is not None:
@@ -121,24 +118,39 @@ class GradientKeeper:
 
     def _read(self, kept: KeptUnit, slot: Slot) -> torch.Tensor:
         if kept.spill is not None:
-            return self._spiller.read(kept.spill, slot.start, slot.stop, self.format.kept)
+            return self._spiller.read(kept.spill, slot.start, slot.stop)
         assert kept.region is not None
-        flat = kept.region.tensor(self.format.kept, kept.unit.trainable_elems)
+        flat = kept.region.tensor(kept.dtype, kept.unit.trainable_elems)
         return flat[slot.start : slot.stop].clone()
 
-    def _check_micro_steps(self, kept: KeptUnit, grads: dict[str, torch.Tensor]) -> None:
-        again = kept.has_grad & grads.keys()
-        if again and self.format.kept is not torch.float32:
-            raise StateError(
-                f"gradient of {min(again)!r}: a second contribution came in one step, but gradients"
-                " are kept in 16 bits for a single micro-step."
-                " Set gradient_accumulation_steps to the number of backward passes of a step."
-            )
+    def _widen(self, kept: KeptUnit) -> None:
+        """A second contribution came to gradients kept in 16 bits: go on with fp32 sums.
+
+        There is no room for them in the region, so they are spilled, from now on.  With
+        gradient_accumulation_steps set, room is planned from the start.
+        """
+        _LOG.info("unit %r: several micro-steps in one step, sums go to disk.", kept.unit.name)
+        wide = SpillFile(kept.unit, self._widened_file(kept), torch.float32)
+        for chunk in chunks_of(kept.unit.trainable_elems, self._spiller.chunk_elems):
+            if kept.spill is not None:
+                narrow = self._spiller.read(kept.spill, chunk.start, chunk.stop)
+            else:
+                assert kept.region is not None
+                flat = kept.region.tensor(kept.dtype, kept.unit.trainable_elems)
+                narrow = flat[chunk.start : chunk.stop]
+            slot = self._spiller.edit(wide, chunk)
+            kernels.convert(narrow, slot.tensor(torch.float32, chunk.num_elems))
+            self._spiller.put(wide, chunk, slot)
+        kept.dtype, kept.region, kept.spill = torch.float32, None, wide
+
+    def _widened_file(self, kept: KeptUnit) -> aio.File:
+        num_bytes = round_up(kept.unit.trainable_elems * 4, STORE_ALIGN_BYTES)
+        return self._scratch(f"grad-sum-{kept.unit.index}", num_bytes)
 
     def _take_in_memory(
         self, kept: KeptUnit, region: Region, grads: dict[str, torch.Tensor]
     ) -> None:  # fmt: skip
-        flat = region.tensor(self.format.kept, kept.unit.trainable_elems)
+        flat = region.tensor(kept.dtype, kept.unit.trainable_elems)
         for segment in segments_of(kept.unit, Chunk(0, 0, kept.unit.trainable_elems)):
             if segment.slot.tensor.name in grads:
                 self._take_segment(kept, segment, grads, flat)
@@ -154,7 +166,7 @@ class GradientKeeper:
             ]
             if segments:
                 slot = self._spiller.edit(spill, chunk)
-                flat = slot.tensor(self.format.kept, chunk.num_elems)
+                flat = slot.tensor(kept.dtype, chunk.num_elems)
                 for segment in segments:
                     self._take_segment(kept, segment, grads, flat)
                 self._spiller.put(spill, chunk, slot)
@@ -169,7 +181,7 @@ class GradientKeeper:
         kernels.grad_take(
             grads[name][segment.tensor_start : segment.tensor_start + segment.num_elems],
             flat[segment.chunk_start : segment.chunk_start + segment.num_elems],
-            round_to=self.format.rounded, accumulate=name in kept.has_grad,
+            round_to=self._round_to, accumulate=name in kept.has_grad,
             norm=self.norm, index=index,
         )  # fmt: skip
 

@@ -126,9 +126,7 @@ class Hooks:
 
     def _accumulated(self, index: int, position: int, parameter: torch.Tensor) -> None:
         self._begin_backward()
-        arrived = self._arrived[index]
-        arrived.add(position)
-        if arrived.complete(called_once=self._calls[index] <= 1):
+        if self._arrived[index].add(position, calls=self._calls[index]):
             self._complete(index)
 
     def _complete(self, index: int) -> None:
@@ -137,7 +135,7 @@ class Hooks:
 
     def _end_backward(self) -> None:
         for index, arrived in enumerate(self._arrived):
-            if arrived.finish():
+            if arrived.finish(calls=self._calls[index]):
                 self._complete(index)
         if self._persistent is not None:
             self._keeper.take(self._persistent)

@@ -28,6 +28,7 @@ class SpillFile:
 
     unit: Unit
     file: aio.File
+    dtype: torch.dtype  # bf16, or float32 for sums
     written: set[int] = field(default_factory=set)
 
 
@@ -43,13 +44,12 @@ class Spiller:
     """Owns the spill slots.  Called by one thread at a time."""
 
     def __init__(
-        self, queue: aio.Queue, slots: Slots, *, chunk_elems: int, elem_bytes: int,
+        self, queue: aio.Queue, slots: Slots, *, chunk_elems: int,
         deadline: Callable[[], int], metrics: Metrics,
     ) -> None:  # fmt: skip
         self.chunk_elems = chunk_elems
         self._queue = queue
         self._slots = slots
-        self._elem_bytes = elem_bytes
         self._deadline = deadline
         self._metrics = metrics
         self._writes: deque[_Write] = deque()  # oldest first
@@ -61,31 +61,31 @@ class Spiller:
         while (slot := self._slots.lease()) is None:
             self._retire()
         if chunk.index in spill.written:
-            view, offset = self._transfer(chunk, slot)
+            view, offset = _transfer(spill, chunk, slot)
             self._queue.read(spill.file, view, offset, deadline=self._deadline()).wait()
             self._metrics.read_bytes["backward.grad"] += len(view)
         return slot
 
     def put(self, spill: SpillFile, chunk: Chunk, slot: Region) -> None:
         """Write a leased slot back; returns at once."""
-        view, offset = self._transfer(chunk, slot)
+        view, offset = _transfer(spill, chunk, slot)
         ticket = self._queue.write(spill.file, view, offset, deadline=self._deadline())
         self._metrics.write_bytes["backward.grad"] += len(view)
         spill.written.add(chunk.index)
         self._writes.append(_Write(spill, chunk.index, slot, ticket))
 
-    def read(
-        self, spill: SpillFile, start: int, stop: int, dtype: torch.dtype
-    ) -> torch.Tensor:  # fmt: skip
+    def read(self, spill: SpillFile, start: int, stop: int) -> torch.Tensor:
         """A HOST copy of elements [start, stop) of the unit's kept gradients."""
         self.settle()
-        size = self._elem_bytes
+        size = spill.dtype.itemsize
         first = start * size // STORE_ALIGN_BYTES * STORE_ALIGN_BYTES
         last = round_up(stop * size, STORE_ALIGN_BYTES)
+        if first == last:
+            return torch.empty(0, dtype=spill.dtype)
         with aio.Buffer(last - first) as buffer:
             self._queue.read(spill.file, buffer.view, first, deadline=self._deadline()).wait()
             data = bytearray(buffer.view[start * size - first : stop * size - first])
-        return torch.frombuffer(data, dtype=dtype)
+        return torch.frombuffer(data, dtype=spill.dtype)
 
     def settle(self) -> None:
         """Wait until every write has ended; raises what went wrong."""
@@ -98,13 +98,15 @@ class Spiller:
             with contextlib.suppress(aio.IOFailed):
                 self._retire()
 
-    def _transfer(self, chunk: Chunk, slot: Region) -> tuple[memoryview, int]:
-        num_bytes = round_up(chunk.num_elems * self._elem_bytes, STORE_ALIGN_BYTES)
-        return slot.part(0, num_bytes).view, chunk.start * self._elem_bytes
-
     def _retire(self) -> None:
         write = self._writes.popleft()
         try:
             write.ticket.wait()
         finally:
             self._slots.give_back(write.slot)
+
+
+def _transfer(spill: SpillFile, chunk: Chunk, slot: Region) -> tuple[memoryview, int]:
+    size = spill.dtype.itemsize
+    num_bytes = round_up(chunk.num_elems * size, STORE_ALIGN_BYTES)
+    return slot.part(0, num_bytes).view, chunk.start * size

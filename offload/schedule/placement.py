@@ -23,6 +23,7 @@ from offload.partition.unit import STORE_ALIGN_BYTES, Unit, round_up
 
 MAX_CHUNK_ELEMS = 1 << 20  # 4 Mi gained nothing and moved in lumps (FACTS)
 STATE_BYTES = 12  # param 2, master_lo 2, exp_avg 4, exp_avg_sq 4
+SUM_BYTES = 4  # of a gradient in a slot: any may become an fp32 sum
 MIN_FETCH, MIN_UPDATE, MIN_SPILL = 3, 2, 2
 MAX_FETCH, PREFERRED_UPDATE, PREFERRED_SPILL = 64, 16, 4
 
@@ -70,12 +71,12 @@ def grad_bytes(unit: Unit, formats: Formats) -> int:
     return round_up(unit.trainable_elems * formats.grad, STORE_ALIGN_BYTES)
 
 
-def persistent_host_bytes(persistent: Unit | None, formats: Formats) -> int:
+def persistent_host_bytes(persistent: Unit | None) -> int:
     """Host bytes of the small tensors' state and gradients, each role padded."""
     if persistent is None:
         return 0
     sizes = [persistent.num_elems * 2] * 2  # frozen tensors keep both halves
-    sizes += [persistent.trainable_elems * size for size in (4, 4, formats.grad)]
+    sizes += [persistent.trainable_elems * size for size in (4, 4, SUM_BYTES)]
     return sum(round_up(size, STORE_ALIGN_BYTES) for size in sizes)
 
 
@@ -94,7 +95,7 @@ def place(
     else:
         top = min(MAX_CHUNK_ELEMS, 1 << (ceiling - 1).bit_length())
         choices = [top >> shift for shift in range(32) if top >> shift >= CHUNK_MULTIPLE]
-    fixed = persistent_host_bytes(persistent, formats)
+    fixed = persistent_host_bytes(persistent)
     grads = sum(grad_bytes(unit, formats) for unit in units)
     for preferred, share in ((True, 0.5), (True, 1.0), (False, 1.0)):
         for chunk, spill in itertools.product(choices, (False, True)):
@@ -114,15 +115,16 @@ def _slots(
     chunks_of_largest = -(-ceiling // chunk)
     fetch = min(MAX_FETCH, 2 * chunks_of_largest + 2) if preferred else MIN_FETCH
     update = PREFERRED_UPDATE if preferred else MIN_UPDATE
-    spills = (PREFERRED_SPILL if preferred else MIN_SPILL) if spill else 0
+    # Even when nothing is spilled by plan, a second contribution may have to be (gradients.py).
+    spills = PREFERRED_SPILL if preferred and spill else MIN_SPILL
     return Placement(
         chunk_elems=chunk,
         fetch_slots=max(fetch, MIN_FETCH),
         fetch_slot_bytes=chunk * formats.weight,
         update_slots=update,
-        update_slot_bytes=chunk * (STATE_BYTES + formats.grad),
+        update_slot_bytes=chunk * (STATE_BYTES + SUM_BYTES),
         spill_slots=spills,
-        spill_slot_bytes=chunk * formats.grad,
+        spill_slot_bytes=chunk * SUM_BYTES,
         persistent_bytes=0,
         held=frozenset(),
         spilled=frozenset(),
