@@ -104,7 +104,11 @@ class OffloadEngineUnderTest:
 
     def counters(self) -> Counters:
         metrics = self._engine.metrics
-        return {"read": metrics.total_read_bytes, "write": metrics.total_write_bytes}
+        return {
+            "read_bytes": metrics.total_read_bytes,
+            "write_bytes": metrics.total_write_bytes,
+            "stall_s": metrics.seconds["stall"],
+        }
 
     def close(self) -> None:
         self._engine.close()
@@ -237,7 +241,8 @@ def main() -> None:
     report("imported", version=version, torch=torch.__version__, memory_bytes=memory_bytes())
     start = time.perf_counter()
     engine = ENGINES[job.engine](job)
-    report("built", seconds=time.perf_counter() - start, io_bytes=io_bytes())
+    threads = torch.get_num_threads()
+    report("built", seconds=time.perf_counter() - start, io_bytes=io_bytes(), threads=threads)
     train(engine, job, report)
     start = time.perf_counter()
     engine.close()

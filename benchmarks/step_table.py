@@ -47,10 +47,8 @@ def round_figures(run: Run, terms: Terms) -> dict[str, float]:
     total = sum(step["seconds"] for step in measured) + run.events["drained"]["seconds"]
     figures["mean_s"] = total / len(measured)
     figures["clean"] = len(clean) / len(measured)
-    for side in ("read", "write"):
-        counted = [step["counted"][side] for step in steps if side in step["counted"]]
-        if counted:
-            figures[f"counted_{side}_bytes"] = median(counted)
+    for key in steps[0]["counted"]:
+        figures[f"counted_{key}"] = median(step["counted"][key] for step in steps)
     if run.rates:
         figures["floor_s"] = floor_s(figures["read_bytes"], figures["write_bytes"], run.rates)
         figures["over_floor"] = figures["seconds"] / figures["floor_s"]
@@ -147,6 +145,7 @@ COLUMNS = {
     "busy r/w": lambda row: (
         f"{_number(row, 'busy_read')}/{_number(row, 'busy_write')}" if "busy_read" in row else "-"
     ),
+    "stall s": lambda row: _number(row, "counted_stall_s"),
     "peak MB": lambda row: _number(row, "peak_steps_bytes", scale=1e6, digits=0),
     "build MB": lambda row: _number(row, "peak_build_bytes", scale=1e6, digits=0),
     "cpu s": lambda row: _number(row, "cpu_s"),
