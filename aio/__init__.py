@@ -14,6 +14,19 @@ from aio.errors import IOFailed
 from aio.file import File
 from aio.probe import Probe, probe
 from aio.queue import Queue, Request
+from aio.stats import Flow, Stats
 from aio.ticket import Ticket
 
-__all__ = ["Buffer", "File", "IOFailed", "Probe", "Queue", "Request", "Ticket", "faults", "probe"]
+__all__ = [
+    "Buffer",
+    "File",
+    "Flow",
+    "IOFailed",
+    "Probe",
+    "Queue",
+    "Request",
+    "Stats",
+    "Ticket",
+    "faults",
+    "probe",
+]

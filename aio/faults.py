@@ -53,7 +53,7 @@ class Submitted:
 
 
 class Faults:
-    """The controls of a "faults" queue.  close() waits for what is held; afterwards they are gone."""
+    """The controls of a "faults" queue, until it is closed; close() waits for what is held."""
 
     def __init__(self, queue: Queue) -> None:
         if queue.backend != "faults":

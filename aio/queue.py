@@ -31,6 +31,7 @@ from aio.native import (
     open_queue,
     strerror,
 )
+from aio.stats import Stats, flow_of
 from aio.ticket import Ticket
 
 Operation = Literal["read", "write"]
@@ -175,6 +176,13 @@ class Queue:
             )
             for handle, request, memory in zip(handles, requests, memories, strict=True)
         ]
+
+    def stats(self) -> Stats:
+        """What was moved since the queue was opened; times and latencies only with `keep_stats`."""
+        out = ffi.new("aio_stats *")
+        with self._lock:
+            lib.aio_queue_stats(self.native, out)
+        return Stats(flow_of(out, lib.AIO_READ), flow_of(out, lib.AIO_WRITE))
 
     def retire(self, handle: Any, keep: object) -> None:
         """Take over a transfer whose ticket is dropped (Ticket calls it, in any thread)."""

@@ -1,0 +1,269 @@
+"""Who keeps what alive, and what happens when something is closed or dropped under a transfer."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import os
+import random
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import aio
+from aio.faults import Fault, Faults
+
+BLOCK = 4096
+
+
+@pytest.fixture
+def slow() -> Iterator[aio.Queue]:
+    with aio.Queue("faults", block_bytes=BLOCK, read_depth=2, write_depth=2) as queue:
+        yield queue
+
+
+def descriptors() -> set[str]:
+    return set(os.listdir("/proc/self/fd"))
+
+
+def test_a_dropped_ticket_keeps_its_memory_until_the_transfer_ends(
+    slow: aio.Queue, path: Path
+) -> None:
+    faults = Faults(slow)
+    faults.allow(0)
+    with aio.File(path, "x+", size=8 * BLOCK) as file:
+        into = bytearray(8 * BLOCK)
+        slow.read(file, into, 0)
+        gc.collect()
+        with pytest.raises(BufferError):
+            into.clear()
+        faults.allow()
+        slow.read(file, bytearray(1), 0).wait()
+        slow.close()
+        into.clear()
+
+
+def test_a_ticket_outlives_its_queue(queue: aio.Queue, path: Path) -> None:
+    with aio.File(path, "x+", size=BLOCK) as file:
+        ticket = queue.write(file, b"y" * BLOCK, 0)
+        ticket.wait()
+        queue.close()
+        ticket.wait()
+        assert ticket.done()
+        assert not ticket.cancel()
+
+
+def test_a_collected_queue_ends_its_transfers(backend: str, path: Path) -> None:
+    data = random.Random(5).randbytes(1 << 20)
+    with aio.File(path, "x+", size=len(data)) as file:
+        queue = aio.Queue(backend, block_bytes=1 << 20)
+        queue.write(file, data, 0).wait()
+        cycle: list[object] = [queue, queue.read(file, memoryview(bytearray(len(data))), 0)]
+        cycle.append(cycle)
+        before = descriptors()
+        del queue, cycle
+        gc.collect()
+        after = descriptors()
+        assert after < before or backend == "threads"
+        assert not after - before
+
+
+def test_a_cycle_with_views_in_transfer_can_be_collected(queue: aio.Queue, path: Path) -> None:
+    with aio.File(path, "x+", size=BLOCK) as file, aio.Buffer(BLOCK) as buffer:
+        for exporter in (bytearray(BLOCK), np.zeros(BLOCK, np.uint8), buffer.view):
+            view = memoryview(exporter)[:512]
+            cycle: list[object] = [aio.Request("read", file, view, 0), queue.read(file, view, 0)]
+            cycle[1].wait()  # type: ignore[attr-defined]
+            cycle.append(cycle)
+        del cycle, view, exporter
+        gc.collect()
+
+
+def test_queues_give_back_their_descriptors(backend: str) -> None:
+    before = descriptors()
+    for _ in range(20):
+        with aio.Queue(backend, block_bytes=BLOCK, read_depth=1, write_depth=1):
+            pass
+    assert descriptors() == before
+
+
+def test_closing_a_file_under_load_fails_the_rest_and_touches_no_other_file(
+    queue: aio.Queue, tmp_path: Path
+) -> None:
+    """The numbers of its descriptors are given to other files at once."""
+    size, outcomes = 64 * BLOCK, set()
+    for turn in range(20):
+        file = aio.File(tmp_path / f"a{turn}", "x+", size=size)
+        tickets = queue.submit([aio.Request("write", file, b"z" * size, 0) for _ in range(8)])
+        file.close()
+        with aio.File(tmp_path / f"b{turn}", "x+") as other:
+            for ticket in tickets:
+                try:
+                    ticket.wait()
+                    outcomes.add(0)
+                except aio.IOFailed as error:
+                    outcomes.add(error.errno)
+            assert other.size == 0
+        file.close()
+    assert errno.EBADF in outcomes
+    assert outcomes <= {0, errno.EBADF}
+
+
+def test_closing_a_file_waits_for_the_blocks_in_flight(slow: aio.Queue, path: Path) -> None:
+    faults = Faults(slow)
+    faults.allow(0)
+    file = aio.File(path, "x+", size=8 * BLOCK)
+    ticket = slow.write(file, b"q" * 8 * BLOCK, 0)
+    faults.wait_submitted(2)
+    number = file.fileno()
+    closing = threading.Thread(target=file.close)
+    closing.start()
+    while not file.closed:
+        pass
+    os.fstat(number)  # still open: two blocks use it
+    faults.allow()
+    closing.join()
+    with pytest.raises(OSError, match="Bad file"):
+        os.fstat(number)
+    with pytest.raises(aio.IOFailed) as failed:
+        ticket.wait()
+    assert (failed.value.errno, failed.value.done) == (errno.EBADF, 2 * BLOCK)
+
+
+def test_many_threads_share_a_queue(queue: aio.Queue, path: Path) -> None:
+    num_threads, num_turns, span = 8, 40, 32 * BLOCK
+    failures: list[BaseException] = []
+
+    def work(file: aio.File, number: int) -> None:
+        rng, base = random.Random(number), number * span
+        try:
+            mirror = bytearray(span)
+            for _ in range(num_turns):
+                start = rng.randrange(span)
+                data = rng.randbytes(rng.randrange(1, span - start + 1))
+                mirror[start : start + len(data)] = data
+                into = bytearray(span)
+                queue.write(file, data, base + start, deadline=rng.randrange(9)).wait()
+                queue.read(file, into, base, deadline=rng.randrange(9)).wait()
+                assert into == mirror
+        except BaseException as error:
+            failures.append(error)
+
+    with aio.File(path, "x+", size=num_threads * span) as file:
+        threads = [threading.Thread(target=work, args=(file, i)) for i in range(num_threads)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert not failures
+
+
+def test_submitting_and_cancelling_from_many_threads_ends_every_ticket(
+    queue: aio.Queue, path: Path
+) -> None:
+    with aio.File(path, "x+", size=64 * BLOCK) as file:
+        outcomes: list[int] = []
+
+        def work(number: int) -> None:
+            rng = random.Random(number)
+            for _ in range(60):
+                tickets = queue.submit(
+                    [
+                        aio.Request("read", file, bytearray(16 * BLOCK), 0, rng.randrange(5))
+                        for _ in range(4)
+                    ]
+                )
+                for ticket in rng.sample(tickets, 4):
+                    ticket.cancel()
+                for ticket in tickets:
+                    try:
+                        ticket.wait()
+                        outcomes.append(0)
+                    except aio.IOFailed as error:
+                        outcomes.append(error.errno or -1)
+
+        threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len(outcomes) == 4 * 60 * 4
+        assert set(outcomes) <= {0, errno.ECANCELED}
+        assert errno.ECANCELED in outcomes
+
+
+def test_waiting_with_a_timeout_gives_up_and_can_be_repeated(slow: aio.Queue, path: Path) -> None:
+    faults = Faults(slow)
+    faults.allow(0)
+    with aio.File(path, "x+", size=BLOCK) as file:
+        ticket = slow.read(file, bytearray(BLOCK), 0)
+        for timeout in (0, 1e-3):
+            with pytest.raises(TimeoutError, match="expected an end within"):
+                ticket.wait(timeout)
+        faults.allow()
+        ticket.wait(60)
+
+
+def test_statistics_count_every_byte_and_block(path: Path) -> None:
+    for keep_stats in (True, False):
+        with (
+            aio.Queue("faults", block_bytes=BLOCK, keep_stats=keep_stats) as queue,
+            aio.File(path, "r+" if path.exists() else "x+", size=4 * BLOCK) as file,
+        ):
+            Faults(queue).inject(Fault.short(1, 100))
+            queue.write(file, bytes(4 * BLOCK), 0).wait()
+            with pytest.raises(aio.IOFailed):
+                queue.read(file, bytearray(2 * BLOCK), 3 * BLOCK).wait()
+            stats = queue.stats()
+        assert (stats.write.num_bytes, stats.write.num_blocks) == (4 * BLOCK, 4)
+        assert (stats.read.num_bytes, stats.read.num_blocks) == (BLOCK, 2)
+        for flow in (stats.read, stats.write):
+            assert sum(flow.latency) == (flow.num_blocks if keep_stats else 0)
+            assert (flow.busy_s > 0) is keep_stats
+            assert (1 <= flow.mean_depth <= 8) is keep_stats
+
+
+@pytest.mark.parametrize(
+    ("bad", "error", "words"),
+    [
+        (lambda q, f: q.read(f, b"readonly", 0), TypeError, "writable"),
+        (lambda q, f: q.read(f, np.zeros((4, 4))[:, 1], 0), TypeError, "contiguous"),
+        (lambda q, f: q.write(f, 7, 0), TypeError, "int"),
+        (lambda q, f: q.write(f, (1, 2, 3), 0), TypeError, "address, num_bytes"),
+        (lambda q, f: q.write(f, (0, 5), 0), ValueError, "address > 0"),
+        (lambda q, f: q.write(f, b"x", -1), ValueError, "offset"),
+        (lambda q, f: q.write(f, b"x", 2**63), ValueError, "offset"),
+        (lambda q, f: q.submit([aio.Request("erase", f, b"x", 0)]), ValueError, "'erase'"),
+    ],
+)
+def test_nonsense_is_refused_before_it_reaches_c(
+    slow: aio.Queue, path: Path, bad, error: type[Exception], words: str
+) -> None:
+    with aio.File(path, "x+", size=BLOCK) as file:
+        with pytest.raises(error, match=words):
+            bad(slow, file)
+        assert Faults(slow).log() == []
+
+
+@pytest.mark.parametrize(
+    "config", [{"block_bytes": 0}, {"block_bytes": 1000}, {"read_depth": 0}, {"write_depth": 5000}]
+)
+def test_a_queue_refuses_a_senseless_configuration(config: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match="expected"):
+        aio.Queue("threads", **config)
+
+
+def test_an_unknown_backend_is_named_together_with_the_known_ones() -> None:
+    with pytest.raises(ValueError, match="'uring', 'libaio', 'threads', got 'posix'"):
+        aio.Queue("posix")
+
+
+def test_an_empty_transfer_ends_at_once(queue: aio.Queue, path: Path) -> None:
+    with aio.File(path, "x+") as file:
+        queue.write(file, b"", 100).wait()
+        queue.read(file, bytearray(), 100).wait()
+        assert queue.submit([]) == []
+        assert file.size == 0
