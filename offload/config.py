@@ -8,6 +8,7 @@ Sizes are bytes; strings such as "16GiB" or "500MB" are accepted (GB = 10^9, GiB
 from __future__ import annotations
 
 import difflib
+import math
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -79,6 +80,19 @@ def _dtype(value: Any, name: str) -> torch.dtype:
     return found
 
 
+def _device(value: Any) -> torch.device:
+    try:
+        device = torch.device(value)
+    except (RuntimeError, TypeError) as error:
+        raise ConfigError(f"device: expected cpu or cuda, got {value!r}.") from error
+    found = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if device.type == "cuda" and (device.index or 0) >= found:
+        raise ConfigError(f"device: expected one of {found} CUDA devices, got {value!r}.")
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"device: expected cpu or cuda, got {value!r}.")
+    return device
+
+
 def _paths(value: Any) -> tuple[Path, ...]:
     if value is None:
         return ()
@@ -125,7 +139,7 @@ def make_config(
         if key in merged:
             merged[key] = _dtype(merged[key], key)
     if "device" in merged:
-        merged["device"] = torch.device(merged["device"])
+        merged["device"] = _device(merged["device"])
     if "betas" in merged:
         merged["betas"] = tuple(float(beta) for beta in merged["betas"])
     merged["nvme_path"] = _paths(merged.get("nvme_path"))
@@ -150,14 +164,23 @@ def _checked(config: EngineConfig) -> EngineConfig:
         raise ConfigError(
             "durability: 'none' (one side, in place) is not available yet. Use 'process'."
         )
-    if config.gradient_accumulation_steps < 1:
-        raise ConfigError(
-            f"gradient_accumulation_steps: expected >= 1, got {config.gradient_accumulation_steps}."
-        )
-    if config.gradient_clipping < 0:
-        raise ConfigError(f"gradient_clipping: expected >= 0, got {config.gradient_clipping}.")
+    _check_numbers(config)
     if config.chunk_elems is not None and (config.chunk_elems < 2048 or config.chunk_elems % 2048):
         raise ConfigError(f"chunk_elems: expected a multiple of 2048, got {config.chunk_elems}.")
     if config.dtype is torch.float32 and config.compute_dtype is torch.bfloat16:
         return replace(config, dtype=torch.bfloat16)
     return config
+
+
+def _check_numbers(config: EngineConfig) -> None:
+    least = {"lr": 0.0, "eps": 0.0, "weight_decay": 0.0, "gradient_clipping": 0.0,
+             "param_persistence_threshold": 0, "gradient_accumulation_steps": 1,
+             "update_threads": 1}  # fmt: skip
+    for key, bound in least.items():
+        value = getattr(config, key)
+        if value is not None and not (math.isfinite(value) and value >= bound):
+            raise ConfigError(f"{key}: expected a finite number >= {bound}, got {value}.")
+    if len(config.betas) != 2 or not all(0.0 <= beta < 1.0 for beta in config.betas):
+        raise ConfigError(f"betas: expected two numbers in [0, 1), got {config.betas}.")
+    if config.resume not in (None, True, False, "auto"):
+        raise ConfigError(f'resume: expected True, False, "auto" or None, got {config.resume!r}.')

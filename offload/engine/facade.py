@@ -58,18 +58,18 @@ class OffloadEngine:
         blueprint = plan(model, config)
         self.module = model
         self.config = config
+        self.optimizer = self._make_optimizer(params, blueprint.found.parameters)
+        self.global_step = 0
+        self.grad_norm: float | None = None
         self._tracked = tracked = Tracked()
+        self._micro_steps = 0
+        self._saved_groups: list[dict[str, Any]] | None = None
         me = weakref.ref(self)
         self._parts = connect(
             blueprint,
             Captures(lambda: _alive(me)._state(), lambda: tracked.capture(late=True)),
         )
         self._close = weakref.finalize(self, _close, self._parts)
-        self.global_step = 0
-        self.grad_norm: float | None = None
-        self._micro_steps = 0
-        self._saved_groups: list[dict[str, Any]] | None = None
-        self.optimizer = self._make_optimizer(params)
         take_over(model, self._parts)
         if self.resumed:
             self._resume()
@@ -177,16 +177,24 @@ class OffloadEngine:
 
     # --- inside
 
-    def _make_optimizer(self, params: Any) -> OffloadOptimizer:
-        config, found = self.config, self._parts.ground.blueprint.found
-        chosen = params
-        if chosen is None:
-            named = found.parameters.items()
-            chosen = [parameter for _, parameter in named if parameter.requires_grad]
-        return OffloadOptimizer(
-            chosen, _EngineStepper(self), known=found.parameters.values(),
-            lr=config.lr, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay,
-        )  # fmt: skip
+    def _make_optimizer(
+        self, params: Any, known: Mapping[str, nn.Parameter]
+    ) -> OffloadOptimizer:  # fmt: skip
+        config = self.config
+        if params is None:
+            params = [parameter for parameter in known.values() if parameter.requires_grad]
+            if not params:
+                raise ConfigError(
+                    f"model {type(self.module).__name__}: expected trainable parameters, got none"
+                    " with requires_grad. Set requires_grad before making the engine."
+                )
+        try:
+            return OffloadOptimizer(
+                params, _EngineStepper(self), known=known.values(),
+                lr=config.lr, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay,
+            )  # fmt: skip
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"params: {error}.") from error
 
     def _name(self, parameter: nn.Parameter | str) -> str:
         if isinstance(parameter, str):
