@@ -49,6 +49,7 @@ class EngineConfig:
     device_memory: int | None = None
     chunk_elems: int | None = None
     durability: str = "process"
+    overlap: str = "auto"  # speculate: update during backward; hold: at step(); auto: as it pays
     device: torch.device | None = None
     param_persistence_threshold: int = 100_000
     resume: bool | str | None = (
@@ -104,7 +105,8 @@ def _paths(value: Any) -> tuple[Path, ...]:
 def _from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
     """What `offload-train` set for the script that it runs."""
     names = {"OFFLOAD_HOST_MEMORY": "host_memory", "OFFLOAD_DEVICE_MEMORY": "device_memory",
-             "OFFLOAD_DURABILITY": "durability", "OFFLOAD_AIO_BACKEND": "aio_backend"}  # fmt: skip
+             "OFFLOAD_DURABILITY": "durability", "OFFLOAD_AIO_BACKEND": "aio_backend",
+        "OFFLOAD_OVERLAP": "overlap"}  # fmt: skip
     found: dict[str, Any] = {
         key: environment[name] for name, key in names.items() if environment.get(name)
     }
@@ -154,6 +156,7 @@ def _checked(config: EngineConfig) -> EngineConfig:
         )
     choices: dict[str, Sequence[str]] = {
         "durability": ("process", "step", "none"), "optimizer": ("adamw", "adam"),
+        "overlap": ("auto", "speculate", "hold"),
         "aio_backend": ("auto", "uring", "libaio", "threads")}  # fmt: skip
     for key, allowed in choices.items():
         if getattr(config, key) not in allowed:

@@ -19,7 +19,9 @@ from offload.engine.editor import Editor
 from offload.engine.ledger import Ledger
 from offload.engine.loading import read_committed, write_initial
 from offload.engine.reader import Reader, snapshot
-from offload.engine.step import Stepper, StepRules
+from offload.engine.speculate import Speculator
+from offload.engine.step import Groups, Stepper
+from offload.engine.updates import UpdateBuilder
 from offload.metrics import Metrics
 from offload.optim.adamw import AdamRule, StepCounts
 from offload.optim.pipeline import UpdatePipeline
@@ -46,6 +48,7 @@ class Captures:
 
     state: Callable[[], dict[str, Any]]
     late: Callable[[], dict[str, Any]]  # what steps after step()
+    groups: Groups
 
 
 @dataclass(frozen=True)
@@ -74,6 +77,7 @@ class Parts:
     guard: ParameterGuard
     hooks: Hooks
     stepper: Stepper
+    speculator: Speculator
     counts: StepCounts
     reader: Reader
     editor: Editor
@@ -138,39 +142,60 @@ def _bind(blueprint: Blueprint, unit: Unit) -> BoundUnit:
 
 
 def _build(ground: Ground, captures: Captures) -> Parts:
-    blueprint, placement = ground.blueprint, ground.blueprint.placement
+    blueprint = ground.blueprint
     _load(ground)
     guard, residency = _residency(ground)
     keeper = _keeper(ground)
+    ground.closing.callback(keeper.close)
+    stepper, speculator, counts = _optimization(ground, captures, residency, keeper)
+    keeper.before_take = speculator.before_take
     hooks = Hooks(
         blueprint.model, blueprint.found.hooks, residency, keeper,
         persistent=ground.persistent.bound if ground.persistent else None,
-        before_forward=ground.ledger.engine_called,
+        before_forward=ground.ledger.engine_called, listener=speculator,
     )  # fmt: skip
-    pipeline = UpdatePipeline(
-        ground.queue, ground.memory.update.view, num_slots=placement.update_slots,
-        chunk_elems=placement.chunk_elems, grad_elem_bytes=SUM_BYTES,
-        num_threads=blueprint.num_threads,
-    )  # fmt: skip
-    for part in (keeper, hooks, pipeline):
-        ground.closing.callback(part.close)
-    counts = StepCounts(AdamRule.of(blueprint.config.optimizer))
-    stepper = Stepper(
-        blueprint.found.units, ground.persistent, names=list(blueprint.found.parameters),
-        rules=StepRules(placement.chunk_elems, blueprint.config.gradient_clipping),
-        ledger=ground.ledger, keeper=keeper, pipeline=pipeline, counts=counts,
-        metrics=ground.metrics,
-    )  # fmt: skip
+    ground.closing.callback(hooks.close)
     units = {unit.index: unit for unit in blueprint.units}
     reader = Reader(ground.queue, ground.ledger, units, ground.persistent)
     editor = Editor(
         residency, ground.ledger, reader, ground.queue, ground.persistent,
-        chunk_elems=placement.chunk_elems, exact=blueprint.exact, capture=captures.state,
+        chunk_elems=blueprint.placement.chunk_elems, exact=blueprint.exact, capture=captures.state,
     )  # fmt: skip
     names = {id(parameter): name for name, parameter in blueprint.found.parameters.items()}
     return Parts(
-        ground, keeper, residency, guard, hooks, stepper, counts, reader, editor, names
+        ground, keeper, residency, guard, hooks, stepper, speculator, counts, reader, editor, names
     )  # fmt: skip
+
+
+def _optimization(
+    ground: Ground, captures: Captures, residency: Residency, keeper: GradientKeeper
+) -> tuple[Stepper, Speculator, StepCounts]:
+    blueprint, placement = ground.blueprint, ground.blueprint.placement
+    config = blueprint.config
+    threads = blueprint.num_threads
+    if blueprint.device.type == "cpu" and config.overlap != "hold":
+        threads = max(1, threads - 1)  # updates run beside the backward pass on the same cores
+    pipeline = UpdatePipeline(
+        ground.queue, ground.memory.update.view, num_slots=placement.update_slots,
+        chunk_elems=placement.chunk_elems, grad_elem_bytes=SUM_BYTES, num_threads=threads,
+    )  # fmt: skip
+    ground.closing.callback(pipeline.close)
+    builder = UpdateBuilder(
+        pipeline, ground.ledger, keeper, ground.persistent, chunk_elems=placement.chunk_elems
+    )
+    counts = StepCounts(AdamRule.of(config.optimizer))
+    units = blueprint.found.units
+    stepper = Stepper(
+        units, blueprint.found.persistent, names=list(blueprint.found.parameters),
+        max_norm=config.gradient_clipping, groups=captures.groups, ledger=ground.ledger,
+        keeper=keeper, builder=builder, counts=counts, metrics=ground.metrics,
+    )  # fmt: skip
+    speculator = Speculator(
+        config.overlap, {unit.index: unit for unit in units}, builder, ground.ledger, keeper,
+        assume=stepper.assume, order=residency.forward_order,
+    )  # fmt: skip
+    ground.closing.callback(speculator.discard)
+    return stepper, speculator, counts
 
 
 def _load(ground: Ground) -> None:

@@ -31,6 +31,7 @@ from offload.engine.generation import (
     restore_groups,
     restore_rng,
 )
+from offload.engine.step import Groups
 from offload.errors import ConfigError, OffloadError, StateError
 from offload.metrics import Metrics
 from offload.optim.optimizer import OffloadOptimizer
@@ -67,10 +68,15 @@ class OffloadEngine:
         me = weakref.ref(self)
         self._parts = connect(
             blueprint,
-            Captures(lambda: _alive(me)._state(), lambda: tracked.capture(late=True)),
+            Captures(
+                lambda: _alive(me)._state(),
+                lambda: tracked.capture(late=True),
+                Groups(lambda: _alive(me).optimizer.param_groups, lambda group: _names(me, group)),
+            ),
         )
         self._close = weakref.finalize(self, _close, self._parts)
         take_over(model, self._parts)
+        self._parts.hooks.last_micro_step = config.gradient_accumulation_steps == 1
         if self.resumed:
             self._resume()
         if lr_scheduler is not None:
@@ -93,8 +99,13 @@ class OffloadEngine:
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         """Backward of one micro-step; divides by `gradient_accumulation_steps`."""
         self._check_open()
-        with self._parts.ground.metrics.phase("backward"):
-            (loss / self.config.gradient_accumulation_steps).backward(**kwargs)
+        steps = self.config.gradient_accumulation_steps
+        self._parts.hooks.last_micro_step = self._micro_steps + 1 >= steps
+        try:
+            with self._parts.ground.metrics.phase("backward"):
+                (loss / steps).backward(**kwargs)
+        finally:
+            self._parts.hooks.last_micro_step = steps == 1
         self._micro_steps += 1
         return loss
 
@@ -261,10 +272,8 @@ class _EngineStepper:
             return engine._state()
 
         with parts.ground.metrics.phase("step"):
-            outcome = parts.stepper.step(
-                engine.optimizer.param_groups, lambda group: _names(engine, group),
-                order=parts.residency.forward_order(), capture=capture,
-            )  # fmt: skip
+            order = parts.residency.forward_order()
+            outcome = parts.stepper.step(parts.speculator, order=order, capture=capture)
             if outcome.updated and parts.ground.persistent is not None:
                 parts.ground.persistent.refresh(
                     parts.ground.device, exact=parts.ground.blueprint.exact
@@ -279,11 +288,12 @@ class _EngineStepper:
     def zero_grad(self) -> None:
         engine = _alive(self._engine)
         engine._micro_steps = 0
+        engine._parts.speculator.discard()
         engine._parts.keeper.clear()
 
 
-def _names(engine: OffloadEngine, group: Mapping[str, Any]) -> list[str]:
-    names = engine._parts.names_by_id
+def _names(me: weakref.ref[OffloadEngine], group: Mapping[str, Any]) -> list[str]:
+    names = _alive(me)._parts.names_by_id
     return [names[id(parameter)] for parameter in group["params"]]
 
 

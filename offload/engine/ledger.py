@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from offload.engine.generation import encode
+from offload.errors import StateError
 from offload.metrics import Metrics
 from offload.optim.pipeline import UpdateJob
 from offload.partition.unit import Role, Unit
@@ -23,16 +24,34 @@ from offload.store.store import Store
 STEP_CLOCK = 1 << 32  # deadlines of one step come before those of the next
 
 
+@dataclass(frozen=True)
+class Made:
+    """The job that makes a unit's next generation, and the unit's number in it."""
+
+    job: UpdateJob
+    number: int
+
+    def done(self) -> bool:
+        return self.job.done(self.number)
+
+    def wait(self) -> None:
+        self.job.wait(self.number)
+
+
 @dataclass
 class Pending:
     """A submitted update and what its commit will say."""
 
-    job: UpdateJob
-    job_index: Mapping[int, int]  # unit -> its number in the job
+    made: Mapping[int, Made]  # by unit
     sides: dict[str, int]
     generation: int
     state: dict[str, Any]  # captured when step() returned
     late: dict[str, Any] | None = None  # schedulers, captured at the next engine call
+
+    @property
+    def jobs(self) -> list[UpdateJob]:
+        """Each job once."""
+        return list({id(made.job): made.job for made in self.made.values()}.values())
 
 
 class Ledger:
@@ -55,9 +74,7 @@ class Ledger:
 
     def ready(self, unit: int) -> bool:
         pending = self._pending
-        if pending is None or unit not in pending.job_index:
-            return True
-        return pending.job.done(pending.job_index[unit])
+        return pending is None or unit not in pending.made or pending.made[unit].done()
 
     def place(self, unit: int, role: Role) -> Extent:
         self.wait(unit)
@@ -65,6 +82,10 @@ class Ledger:
 
     def deadline(self) -> int:
         return self._clock
+
+    def next_side(self, unit: int) -> int:
+        """The side that the unit's next generation is written to."""
+        return 1 - self.sides[unit]
 
     def next_deadline(self) -> int:
         """The deadline of the step that `submit` will begin."""
@@ -82,15 +103,15 @@ class Ledger:
     def wait(self, unit: int) -> None:
         """Wait for a unit's update; raises what went wrong with the job."""
         pending = self._pending
-        if pending is not None and unit in pending.job_index:
-            pending.job.wait(pending.job_index[unit])
+        if pending is not None and unit in pending.made:
+            pending.made[unit].wait()
             self.poll()
 
     def submit(self, pending: Pending) -> None:
-        """Take over a submitted job: from now on its units are read from their new side."""
+        """Take over submitted jobs: from now on their units are read from their new side."""
         self._pending = pending
         self._clock += STEP_CLOCK
-        for unit in pending.job_index:
+        for unit in pending.made:
             self.sides[unit] = pending.sides[self._units[unit].name]
             self.zero_moments.discard(unit)
 
@@ -108,7 +129,9 @@ class Ledger:
     def poll(self) -> None:
         """Commit if everything is there; never waits."""
         pending = self._pending
-        if pending is not None and pending.late is not None and pending.job.done():
+        if pending is None or pending.late is None:
+            return
+        if all(job.done() for job in pending.jobs):
             self.finish()
 
     def finish(self) -> None:
@@ -116,11 +139,14 @@ class Ledger:
         pending = self._pending
         if pending is None:
             return
-        pending.job.wait()
+        for job in pending.jobs:
+            job.wait()
         if pending.late is None:
             pending.late = self._capture_late()
-        self._account(pending.job)
-        pending.job.close()
+        self._check_finite(pending)
+        for job in pending.jobs:
+            self.account(job)
+            job.close()
         tracked = {**pending.state["tracked"], **pending.late}
         payload = encode({**pending.state, "tracked": tracked})
         self.store.commit(
@@ -144,10 +170,23 @@ class Ledger:
     def abandon(self) -> None:
         """Cancel the pending update: the committed generation stays the last one."""
         if self._pending is not None:
-            self._pending.job.close()
+            for job in self._pending.jobs:
+                job.close()
             self._pending = None
 
-    def _account(self, job: UpdateJob) -> None:
+    def _check_finite(self, pending: Pending) -> None:
+        """A weight that became Inf or NaN is an error of the step (DESIGN T2)."""
+        if any(job.stats.num_nonfinite for job in pending.jobs):
+            error = StateError(
+                f"step to generation {pending.generation}: expected finite weights, got Inf or NaN"
+                " in some. Generation before it is intact: lower the learning rate and resume."
+            )
+            self.store.poison(error)
+            self.abandon()
+            raise error
+
+    def account(self, job: UpdateJob) -> None:
+        """Count the bytes that a finished job moved."""
         stats = job.stats
         for role, num_bytes in stats.read_bytes.items():
             self._metrics.read_bytes[f"update.{role.value}"] += num_bytes

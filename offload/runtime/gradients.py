@@ -39,6 +39,7 @@ class KeptUnit:
     region: Region | None = None  # HOST; or
     spill: SpillFile | None = None  # DISK
     has_grad: set[str] = field(default_factory=set)  # tensors with a contribution in this step
+    takes: int = 0  # counts changes of what is kept
 
     def __post_init__(self) -> None:
         self.index_of = {
@@ -65,6 +66,7 @@ class GradientKeeper:
         self._spiller = spiller
         self._wait = wait
         self._scratch = scratch
+        self.before_take: Callable[[int], None] = lambda unit: None  # an update may be reading
         self.norm = kernels.Norm(sum(len(unit.unit.slots) for unit in kept))
 
     def __getitem__(self, unit: int) -> KeptUnit:
@@ -81,6 +83,7 @@ class GradientKeeper:
                 grads[slot.tensor.name] = self._device.to_host(grad)
         if not grads:
             return
+        self.before_take(bound.unit.index)
         self._wait(bound.unit.index)
         if kept.dtype is not torch.float32 and kept.has_grad & grads.keys():
             self._widen(kept)
@@ -89,6 +92,7 @@ class GradientKeeper:
         elif kept.spill is not None:
             self._take_spilled(kept, kept.spill, grads)
         kept.has_grad.update(grads)
+        kept.takes += 1
         for parameter in bound.parameters:
             parameter.grad = None
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -30,6 +30,19 @@ from offload.runtime.residency import Phase, Residency
 from offload.runtime.saved import SavedViews
 
 
+class BackwardListener(Protocol):
+    """Who may begin a unit's update during backward."""
+
+    def begin_backward(self) -> None:
+        """The last backward of a step begins."""
+
+    def begin(self, unit: int) -> None:
+        """Backward has reached the unit."""
+
+    def release(self, unit: int) -> None:
+        """The unit's gradients are kept."""
+
+
 class Hooks:
     """Installs and removes all hooks of one engine; runs on the user's and autograd's threads."""
 
@@ -37,11 +50,14 @@ class Hooks:
         self, model: nn.Module, needs: Sequence[tuple[nn.Module, tuple[int, ...]]],
         residency: Residency, keeper: GradientKeeper, *,
         persistent: BoundUnit | None, before_forward: Callable[[], None],
+        listener: BackwardListener,
     ) -> None:  # fmt: skip
         self._residency = residency
         self._keeper = keeper
         self._persistent = persistent
         self._before_forward = before_forward
+        self._listener = listener
+        self.last_micro_step = True  # of the backward that comes next
         self._views = SavedViews(residency.bound, self._bring_back)
         self._depth = 0  # of the root's forward
         self._arrived = [Arrivals(bound) for bound in residency.bound]
@@ -113,6 +129,8 @@ class Hooks:
         """Enter BACKWARD once a pass; what is left over is taken when autograd has finished."""
         if self._residency.phase is Phase.IDLE and _inside_backward():
             self._residency.begin(Phase.BACKWARD)
+            if self.last_micro_step:
+                self._listener.begin_backward()
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 
     def _bring_back(self, index: int) -> None:
@@ -123,6 +141,7 @@ class Hooks:
         self._begin_backward()
         for index in units:
             self._residency.ensure(index)
+            self._listener.begin(index)
 
     def _accumulated(self, index: int, position: int, parameter: torch.Tensor) -> None:
         self._begin_backward()
@@ -132,6 +151,7 @@ class Hooks:
     def _complete(self, index: int) -> None:
         self._keeper.take(self._residency.bound[index])
         self._residency.evict(index)
+        self._listener.release(index)
 
     def _end_backward(self) -> None:
         for index, arrived in enumerate(self._arrived):

@@ -1,0 +1,143 @@
+"""Update units during backward, before the norm is known; keep, redo or discard at step().
+
+    backward reaches u    begin(u)     its job is submitted: state is read ahead, the kernel waits
+    u's gradients kept    release(u)   kernel with factor 1, write to the other side
+    step(): factor is 1, rows and gradients are what was assumed   -> keep
+            anything else                                  -> the job is dropped; step() updates
+                                                              u from the committed side
+
+The committed side is read and never written, so going back is exact and costs only the bytes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from offload.engine.ledger import Ledger, Made
+from offload.engine.updates import Rows, UpdateBuilder
+from offload.errors import StateError, StoreError
+from offload.optim.pipeline import UpdateJob
+from offload.partition.unit import Unit
+from offload.runtime.gradients import GradientKeeper
+
+RECENT_STEPS = 16
+MOST_REDONE = 0.25  # of recent steps; above it holding is cheaper than redoing
+
+
+@dataclass
+class _Bet:
+    """An update that runs on the assumption that nothing changes until step()."""
+
+    job: UpdateJob
+    rows: dict[str, bytes]
+    takes: int | None = None  # of the gradients it read; None: not released
+
+
+class Speculator:
+    """Owns the updates submitted before step().  Called from hooks and step(), one at a time."""
+
+    def __init__(
+        self, mode: str, units: Mapping[int, Unit], builder: UpdateBuilder, ledger: Ledger,
+        keeper: GradientKeeper, *,
+        assume: Callable[[], Rows], order: Callable[[], list[int]],
+    ) -> None:  # fmt: skip
+        """`mode`: "hold", "speculate" or "auto".
+
+        `assume()`: the rows if nothing is clipped and every parameter gets a gradient.
+        `order()`: units by next use.
+        """
+        self._mode = mode
+        self._units = units
+        self._builder = builder
+        self._ledger = ledger
+        self._keeper = keeper
+        self._assume = assume
+        self._order = order
+        self._bets: dict[int, _Bet] = {}
+        self._rows: Rows | None = None  # of this backward; None: holding
+        self._position: dict[int, int] = {}
+        self._redone: list[float] = []  # shares of recent steps
+        self._never: set[int] = set()  # units not worth a bet
+        self.redone_elems = 0
+        self.kept_elems = 0
+
+    def begin_backward(self) -> None:
+        """The last backward of a step begins: decide whether to speculate in it."""
+        self.discard()
+        if self._mode == "speculate" or (self._mode == "auto" and not self._often_redone()):
+            self._ledger.finish()  # the spare sides are free once the last commit is there
+            self._ledger.store.begin()
+            self._rows = self._assume()
+            self._position = {unit: place for place, unit in enumerate(self._order())}
+
+    def begin(self, unit: int) -> None:
+        """Backward reaches a unit: read its state ahead."""
+        rows, found = self._rows, self._units.get(unit)
+        if rows is None or found is None or unit in self._bets or unit in self._never:
+            return
+        if self._keeper[unit].spill is not None:
+            return  # gradients on disk are read when they are complete: step() does it
+        assumed = rows.of(found)
+        if assumed:
+            job = self._builder.submit(
+                [found], rows, urgency=lambda unit: self._place(unit), released=False
+            )
+            self._bets[unit] = _Bet(job, assumed)
+
+    def release(self, unit: int) -> None:
+        """A unit's gradients are kept: run its update."""
+        bet = self._bets.get(unit)
+        if bet is not None and bet.takes is None and self._keeper[unit].spill is None:
+            bet.takes = self._keeper[unit].takes
+            bet.job.release()
+
+    def before_take(self, unit: int) -> None:
+        """More gradients are about to come: an update that read the kept ones is void."""
+        bet = self._bets.get(unit)
+        if bet is not None and bet.takes is not None:
+            self._drop(unit)
+
+    def settle(self, rows: Rows | None, *, clipped: bool) -> dict[int, Made]:
+        """Return the bets that hold under the true `rows` (None: no step) and drop the others."""
+        kept: dict[int, Made] = {}
+        staked = lost = 0
+        for unit, bet in list(self._bets.items()):
+            true = rows.of(self._units[unit]) if rows is not None else {}
+            staked += self._units[unit].trainable_elems
+            if bet.rows == true and bet.takes == self._keeper[unit].takes:
+                kept[unit] = Made(self._bets.pop(unit).job, 0)
+            else:
+                lost += self._units[unit].trainable_elems
+                self._drop(unit)
+            if rows is not None and bet.rows.keys() != true.keys():
+                self._never.add(unit)  # some tensor of it gets no gradient
+        if rows is not None:
+            # While holding, a clipped step is one that would have been redone.
+            share = lost / staked if staked else float(clipped)
+            self._redone = [*self._redone[1 - RECENT_STEPS :], share]
+            self.redone_elems += lost
+            self.kept_elems += staked - lost
+        self._rows = None
+        return kept
+
+    def discard(self) -> None:
+        """Drop every bet."""
+        for unit in list(self._bets):
+            self._drop(unit)
+        self._rows = None
+
+    def _place(self, unit: Unit) -> int:
+        return self._position.get(unit.index, len(self._position))
+
+    def _often_redone(self) -> bool:
+        return sum(self._redone) > MOST_REDONE * RECENT_STEPS
+
+    def _drop(self, unit: int) -> None:
+        job = self._bets.pop(unit).job
+        job.cancel()
+        with contextlib.suppress(StateError, StoreError):
+            job.wait()  # transfers in flight touch slots and the spare side
+        self._ledger.account(job)
+        job.close()

@@ -1,0 +1,100 @@
+"""Describe updates to the pipeline.
+
+rows (hyper-parameters)  +  units (layout, sides, kept gradients)  --submit-->  UpdateJob
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from offload.engine.ledger import Ledger
+from offload.optim.chunks import StreamPlace, UnitTemplate, stack
+from offload.optim.pipeline import UpdateJob, UpdatePipeline
+from offload.partition.unit import STATE_ROLES, Role, Unit
+from offload.runtime.gradients import GradientKeeper, KeptUnit
+from offload.runtime.persistent import PersistentState
+
+DTYPE_NAMES = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Hyper-parameters of an update: one row per group and step count, and the row of each name."""
+
+    table: NDArray[np.void]
+    row_of: Mapping[str, int]
+
+    def of(self, unit: Unit) -> dict[str, bytes]:
+        """The rows of a unit's tensors, comparable between two tables."""
+        return {
+            slot.tensor.name: self.table[self.row_of[slot.tensor.name]].tobytes()
+            for slot in unit.slots
+            if slot.tensor.name in self.row_of
+        }
+
+
+class UpdateBuilder:
+    """Describes jobs to the pipeline; what does not change from step to step is kept."""
+
+    def __init__(
+        self, pipeline: UpdatePipeline, ledger: Ledger, keeper: GradientKeeper,
+        persistent: PersistentState | None, *, chunk_elems: int,
+    ) -> None:  # fmt: skip
+        self._pipeline = pipeline
+        self._ledger = ledger
+        self._keeper = keeper
+        self._persistent = persistent
+        self._chunk_elems = chunk_elems
+        self._templates: dict[tuple[int, int, bool, torch.dtype], UnitTemplate] = {}
+
+    def submit(
+        self, units: Sequence[Unit], rows: Rows, *, urgency: Callable[[Unit], int], released: bool
+    ) -> UpdateJob:  # fmt: skip
+        """Submit one job; `urgency(unit)`: place of the unit's next use, smaller is sooner."""
+        parts, files = [], []
+        for number, unit in enumerate(units):
+            template = self._template(unit)
+            # Fetches of the coming step, which compute waits for, go before its updates.
+            deadline = self._ledger.next_deadline() + 3 + urgency(unit)
+            parts.append(template.fill(unit_index=number, deadline=deadline, rows=rows.row_of))
+            files.append(template.files)
+        return self._pipeline.submit(
+            *stack(parts), rows.table, np.full(len(units), released, np.uint8),
+            unit_names=[unit.name for unit in units], keep_alive=files,
+        )  # fmt: skip
+
+    def _template(self, unit: Unit) -> UnitTemplate:
+        side = self._ledger.sides[unit.index]
+        zero = unit.index in self._ledger.zero_moments
+        kept = self._keeper[unit.index]
+        key = (unit.index, side, zero, kept.dtype)
+        if key not in self._templates:
+            streams = {role: self._state_place(unit, role, zero) for role in STATE_ROLES}
+            streams[Role.GRAD] = _grad_place(kept)
+            self._templates[key] = UnitTemplate.of(
+                unit, chunk_elems=self._chunk_elems, streams=streams
+            )
+        return self._templates[key]
+
+    def _state_place(self, unit: Unit, role: Role, zero: bool) -> StreamPlace:
+        read = self._ledger.store.extent(unit.name, role, self._ledger.sides[unit.index])
+        write = self._ledger.store.extent(unit.name, role, self._ledger.next_side(unit.index))
+        to = (write.file, write.offset)
+        if self._persistent is not None and unit is self._persistent.unit:
+            return StreamPlace(host_address=self._persistent.region(role).address, write=to)
+        if zero and role in (Role.EXP_AVG, Role.EXP_AVG_SQ):
+            return StreamPlace(write=to)
+        return StreamPlace(read=(read.file, read.offset), write=to)
+
+
+def _grad_place(kept: KeptUnit) -> StreamPlace:
+    name = DTYPE_NAMES[kept.dtype]
+    if kept.spill is not None:
+        return StreamPlace.grad(name, read=(kept.spill.file, 0))
+    assert kept.region is not None
+    return StreamPlace.grad(name, host_address=kept.region.address)
