@@ -63,7 +63,7 @@ class Ledger:
     ) -> None:  # fmt: skip
         self.store = store
         self._units = units
-        self._metrics = metrics
+        self.metrics = metrics
         self._capture_late = capture_late
         self._pending: Pending | None = None
         self.zero_moments = set(units)  # units whose moments were never written
@@ -143,9 +143,13 @@ class Ledger:
             job.wait()
         if pending.late is None:
             pending.late = self._capture_late()
-        self._check_finite(pending)
+        error = _not_finite(pending)
+        if error is not None:
+            self.store.poison(error)
+            self.abandon()
+            raise error
         for job in pending.jobs:
-            self.account(job)
+            account(job, self.metrics)
             job.close()
         tracked = {**pending.state["tracked"], **pending.late}
         payload = encode({**pending.state, "tracked": tracked})
@@ -174,22 +178,22 @@ class Ledger:
                 job.close()
             self._pending = None
 
-    def _check_finite(self, pending: Pending) -> None:
-        """A weight that became Inf or NaN is an error of the step (DESIGN T2)."""
-        if any(job.stats.num_nonfinite for job in pending.jobs):
-            error = StateError(
-                f"step to generation {pending.generation}: expected finite weights, got Inf or NaN"
-                " in some. Generation before it is intact: lower the learning rate and resume."
-            )
-            self.store.poison(error)
-            self.abandon()
-            raise error
 
-    def account(self, job: UpdateJob) -> None:
-        """Count the bytes that a finished job moved."""
-        stats = job.stats
-        for role, num_bytes in stats.read_bytes.items():
-            self._metrics.read_bytes[f"update.{role.value}"] += num_bytes
-        for role, num_bytes in stats.write_bytes.items():
-            self._metrics.write_bytes[f"update.{role.value}"] += num_bytes
-        self._metrics.seconds["kernel"] += stats.kernel_s
+def account(job: UpdateJob, metrics: Metrics) -> None:
+    """Count the bytes that a finished job moved."""
+    stats = job.stats
+    for role, num_bytes in stats.read_bytes.items():
+        metrics.read_bytes[f"update.{role.value}"] += num_bytes
+    for role, num_bytes in stats.write_bytes.items():
+        metrics.write_bytes[f"update.{role.value}"] += num_bytes
+    metrics.seconds["kernel"] += stats.kernel_s
+
+
+def _not_finite(pending: Pending) -> StateError | None:
+    """A weight that became Inf or NaN is an error of the step (DESIGN T2)."""
+    if not any(job.stats.num_nonfinite for job in pending.jobs):
+        return None
+    return StateError(
+        f"step to generation {pending.generation}: expected finite weights, got Inf or NaN"
+        " in some. The generation before it is intact: lower the learning rate and resume."
+    )

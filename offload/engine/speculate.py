@@ -12,10 +12,11 @@ The committed side is read and never written, so going back is exact and costs o
 from __future__ import annotations
 
 import contextlib
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from offload.engine.ledger import Ledger, Made
+from offload.engine.ledger import Ledger, Made, account
 from offload.engine.updates import Rows, UpdateBuilder
 from offload.errors import StateError, StoreError
 from offload.optim.pipeline import UpdateJob
@@ -33,6 +34,24 @@ class _Bet:
     job: UpdateJob
     rows: dict[str, bytes]
     takes: int | None = None  # of the gradients it read; None: not released
+
+
+class History:
+    """What bets have cost, over recent steps and in all."""
+
+    def __init__(self) -> None:
+        self.kept_elems = 0
+        self.redone_elems = 0
+        self._shares: deque[float] = deque(maxlen=RECENT_STEPS)
+
+    def add(self, staked: int, lost: int, *, clipped: bool) -> None:
+        """Note a step; one that was held and clipped is one that would have been redone."""
+        self._shares.append(lost / staked if staked else float(clipped))
+        self.kept_elems += staked - lost
+        self.redone_elems += lost
+
+    def often_redone(self) -> bool:
+        return sum(self._shares) > MOST_REDONE * RECENT_STEPS
 
 
 class Speculator:
@@ -53,20 +72,18 @@ class Speculator:
         self._builder = builder
         self._ledger = ledger
         self._keeper = keeper
-        self._assume = assume
+                self._assume = assume
         self._order = order
         self._bets: dict[int, _Bet] = {}
         self._rows: Rows | None = None  # of this backward; None: holding
         self._position: dict[int, int] = {}
-        self._redone: list[float] = []  # shares of recent steps
+        self.history = History()
         self._never: set[int] = set()  # units not worth a bet
-        self.redone_elems = 0
-        self.kept_elems = 0
 
     def begin_backward(self) -> None:
         """The last backward of a step begins: decide whether to speculate in it."""
         self.discard()
-        if self._mode == "speculate" or (self._mode == "auto" and not self._often_redone()):
+        if self._mode == "speculate" or (self._mode == "auto" and not self.history.often_redone()):
             self._ledger.finish()  # the spare sides are free once the last commit is there
             self._ledger.store.begin()
             self._rows = self._assume()
@@ -114,11 +131,7 @@ class Speculator:
             if rows is not None and bet.rows.keys() != true.keys():
                 self._never.add(unit)  # some tensor of it gets no gradient
         if rows is not None:
-            # While holding, a clipped step is one that would have been redone.
-            share = lost / staked if staked else float(clipped)
-            self._redone = [*self._redone[1 - RECENT_STEPS :], share]
-            self.redone_elems += lost
-            self.kept_elems += staked - lost
+            self.history.add(staked, lost, clipped=clipped)
         self._rows = None
         return kept
 
@@ -131,13 +144,10 @@ class Speculator:
     def _place(self, unit: Unit) -> int:
         return self._position.get(unit.index, len(self._position))
 
-    def _often_redone(self) -> bool:
-        return sum(self._redone) > MOST_REDONE * RECENT_STEPS
-
     def _drop(self, unit: int) -> None:
         job = self._bets.pop(unit).job
         job.cancel()
         with contextlib.suppress(StateError, StoreError):
             job.wait()  # transfers in flight touch slots and the spare side
-        self._ledger.account(job)
+        account(job, self._ledger.metrics)
         job.close()
