@@ -12,6 +12,8 @@ from pathlib import Path
 
 import aio
 
+_COPY_BYTES = 1 << 20
+
 
 def write_at(fd: int, data: bytes | memoryview, offset: int) -> None:
     """Write all of `data`."""
@@ -57,6 +59,27 @@ def replace(path: Path, data: bytes) -> None:
         os.close(fd)
     os.replace(temporary, path)
     flush_folder(path.parent)
+
+
+def rename(source: Path, target: Path) -> None:
+    """Give a file another name; what had that name loses it.  Durable after `flush_folder`."""
+    os.rename(source, target)
+
+
+def copy(source: Path, target: Path, start: int, stop: int) -> None:
+    """Copy the bytes [start, stop) of one file to the same place in another."""
+    read_fd = os.open(source, os.O_RDONLY | os.O_CLOEXEC)
+    write_fd = os.open(target, os.O_WRONLY | os.O_CLOEXEC)
+    try:
+        while start < stop:
+            data = os.pread(read_fd, min(_COPY_BYTES, stop - start), start)
+            if not data:
+                raise OSError(errno.ENODATA, "the file ends too early", str(source))
+            write_at(write_fd, data, start)
+            start += len(data)
+    finally:
+        os.close(read_fd)
+        os.close(write_fd)
 
 
 def explain(error: OSError, what: str) -> str:

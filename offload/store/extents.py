@@ -35,10 +35,19 @@ class UnitExtents:
 
     name: str
     role_bytes: Mapping[Role, int]
+    # Bytes [start, stop) of a role that no step writes (frozen tensors): they must be on each side.
+    constants: Mapping[Role, tuple[int, int]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, unit: Unit, roles: Iterable[Role] = STATE_ROLES) -> UnitExtents:
-        return cls(unit.name, {role: unit.role_elems(role) * ELEM_BYTES[role] for role in roles})
+        role_bytes = {role: unit.role_elems(role) * ELEM_BYTES[role] for role in roles}
+        first = {role: unit.trainable_elems * ELEM_BYTES[role] for role in role_bytes}
+        constants = {
+            role: (first[role], role_bytes[role])
+            for role in role_bytes
+            if first[role] < role_bytes[role]
+        }
+        return cls(unit.name, role_bytes, constants)
 
 
 @dataclass(frozen=True)
@@ -67,6 +76,7 @@ class FileLayout:
     path: int  # which of the store's folders
     names: tuple[str, ...]  # of its files, one per side
     roles: Mapping[Role, RoleRange] = field(hash=False)
+    constants: Mapping[Role, tuple[int, int]] = field(hash=False)
     checksum_offset: int
     file_bytes: int
 
@@ -93,7 +103,8 @@ def lay_out_file(
         offset += roles[role].padded_bytes
     num_blocks = sum(place.num_blocks for place in roles.values())
     end = offset + round_up(num_blocks * CHECKSUM_BYTES, STORE_ALIGN_BYTES)
-    return FileLayout(unit.name, index, path, tuple(names), roles, offset, end)
+    constants = dict(unit.constants)
+    return FileLayout(unit.name, index, path, tuple(names), roles, constants, offset, end)
 
 
 def spread(

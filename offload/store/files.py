@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import resource
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from offload.errors import StoreCorrupt, StoreError
 from offload.partition.unit import Role
 from offload.store import durable
 from offload.store.extents import HEADER_BYTES, SIDE_NAMES, FileLayout
-from offload.store.folder import SCRATCH_PREFIX, clear_scratch
+from offload.store.folder import NEXT_SUFFIX, SCRATCH_PREFIX, clear_scratch
 from offload.store.format import Manifest, check_data_header, encode_data_header
 
 _OTHER_DESCRIPTORS = 256  # what the process opens besides the store
@@ -40,28 +40,70 @@ class DataFiles:
         self._layouts = {file.unit: file for file in manifest.files}
         self._files: dict[tuple[str, int], aio.File] = {}
         self._scratch: dict[str, aio.File] = {}
+        self._renamed: set[Path] = set()  # folders with new names that no flush covers
 
-    def open(self, committed: Iterable[tuple[str, int]]) -> None:
+    def open(self, committed: Mapping[str, int]) -> None:
         """Check and open every file; one that holds nothing committed is made again if need be."""
-        kept = set(committed)
         for folder in self._folders:
             if not self._read_only:
                 clear_scratch(folder)
         allow_open_files(len(self._manifest.files) * self._manifest.num_sides * _PER_FILE)
-        changed: set[Path] = set()
         for layout in self._manifest.files:
+            kept = committed.get(layout.unit)
             for side in range(self._manifest.num_sides):
                 path = self.path(layout.unit, side)
-                if (layout.unit, side) in kept:
+                if side == kept:
                     check_file(path, self._manifest, layout, side)
                 elif self._read_only:
                     continue
-                else:
-                    changed |= set() if path.exists() else {path.parent}
-                    make_file(path, self._manifest, layout, side)
+                elif kept is not None and not self._is_whole(layout, side):
+                    self.put_new(layout.unit, side, constants_of=kept)
                 self._files[layout.unit, side] = aio.File(path, "r" if self._read_only else "r+")
-        for folder in changed:
-            durable.flush_folder(folder)
+
+    def _is_whole(self, layout: FileLayout, side: int) -> bool:
+        try:
+            check_file(self.path(layout.unit, side), self._manifest, layout, side)
+        except StoreCorrupt:
+            return False
+        return True
+
+    def next_path(self, unit: str, side: int) -> Path:
+        """The file that is reserved to take the place of a side."""
+        path = self.path(unit, side)
+        return path.with_name(path.name + NEXT_SUFFIX)
+
+    def reserve_next(self, unit: str, side: int) -> None:
+        make_file(self.next_path(unit, side), self._manifest, self.layout(unit), side)
+
+    def put_new(self, unit: str, side: int, *, constants_of: int) -> None:
+        """Put a new file in the place of a side that is missing, damaged or shared.
+
+        Its constants are those of side `constants_of`; if that is the side itself, all of its data
+        is copied.  Under its name a file is always whole: it is filled first and renamed then.
+        """
+        path, new = self.path(unit, side), self.next_path(unit, side)
+        self.reserve_next(unit, side)
+        source = self.path(unit, constants_of)
+        if constants_of == side:
+            durable.copy(source, new, HEADER_BYTES, self.layout(unit).file_bytes)
+        else:
+            self._copy_constants(unit, source, new)
+        durable.rename(new, path)
+        self._renamed.add(path.parent)
+        old = self._files.pop((unit, side), None)
+        if old is not None:
+            old.close()
+            self._files[unit, side] = aio.File(path, "r+")
+
+    def copy_constants(self, unit: str, *, source: int, target: int) -> None:
+        """Bring what no step writes from one side to the other."""
+        self._copy_constants(unit, self.path(unit, source), self.path(unit, target))
+
+    def _copy_constants(self, unit: str, source: Path, target: Path) -> None:
+        layout = self.layout(unit)
+        for role, (start, stop) in layout.constants.items():
+            first = layout.roles[role].offset
+            durable.copy(source, target, first + start, first + stop)
 
     def path(self, unit: str, side: int) -> Path:
         layout = self.layout(unit)
@@ -77,6 +119,8 @@ class DataFiles:
         return Extent(self._files[unit, side], place.offset, place.padded_bytes)
 
     def flush(self, sides: Iterable[tuple[str, int]]) -> None:
+        while self._renamed:
+            durable.flush_folder(self._renamed.pop())
         for key in sides:
             durable.flush_file(self._files[key])
 

@@ -5,7 +5,9 @@ PART        which store, which of its folders    written first
 MANIFEST    what the store is                    written last, in folder 0: the store exists
 COMMIT.0/1  the last two generations             folder 0
 00007-model.layers.3.r0.A    data                one per unit, rank and side
+...A.next   reserved: takes the place of a data file that a checkpoint shares
 scratch-*   spilled data, meaningless after a restart
+pin-*       links that keep a generation while it is copied, meaningless after a restart
 """
 
 from __future__ import annotations
@@ -25,8 +27,11 @@ MANIFEST_NAME = "MANIFEST"
 PART_NAME = "PART"
 COMMIT_NAMES = ("COMMIT.0", "COMMIT.1")
 SCRATCH_PREFIX = "scratch-"
+PIN_PREFIX = "pin-"
+NEXT_SUFFIX = ".next"
 _OURS = re.compile(
-    r"LOCK|(MANIFEST|PART)(\.new)?|COMMIT\.[01]|scratch-.+|" + format.DATA_NAME.pattern
+    r"LOCK|(MANIFEST|PART)(\.new)?|COMMIT\.[01]|(scratch|pin)-.+|"
+    rf"{format.DATA_NAME.pattern}({re.escape(NEXT_SUFFIX)})?"
 )
 
 
@@ -149,9 +154,9 @@ def _is_first(folder: Path) -> bool:
 
 
 def clear_scratch(folder: Path) -> None:
-    """Remove what an earlier job spilled; it means nothing to this one."""
+    """Remove what an earlier job spilled and pinned; it means nothing to this one."""
     for name in os.listdir(folder):
-        if name.startswith(SCRATCH_PREFIX):
+        if name.startswith((SCRATCH_PREFIX, PIN_PREFIX)):
             (folder / name).unlink()
 
 

@@ -45,6 +45,7 @@ class UnitFlag(enum.IntFlag):
 
     MOMENTS_ZERO = 1  # exp_avg and exp_avg_sq are zero and were not written
     CHECKSUMS = 2  # the checksum extent is filled; `checksums` holds its digest
+    SPARE_STALE = 4  # the spare side holds other constants (frozen tensors) than the committed one
 
 
 @dataclass(frozen=True)
@@ -115,6 +116,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
             "files": list(file.names),
             "bytes": {role.value: place.num_bytes for role, place in file.roles.items()},
             "offsets": {role.value: place.offset for role, place in file.roles.items()},
+            "constants": {role.value: list(span) for role, span in file.constants.items()},
             "checksum_offset": file.checksum_offset,
             "file_bytes": file.file_bytes,
         }
@@ -145,7 +147,9 @@ def decode_manifest(data: bytes, where: str) -> Manifest:
 
 
 def _decode_file(index: int, entry: Mapping[str, Any], num_sides: int, where: str) -> FileLayout:
-    unit = UnitExtents(entry["unit"], {Role(r): n for r, n in entry["bytes"].items()})
+    sizes = {Role(role): num_bytes for role, num_bytes in entry["bytes"].items()}
+    constants = {Role(role): (span[0], span[1]) for role, span in entry["constants"].items()}
+    unit = UnitExtents(entry["unit"], sizes, constants)
     file = lay_out_file(unit, index, path=entry["path"], num_sides=num_sides)
     names = tuple(entry["files"])
     offsets = {role.value: place.offset for role, place in file.roles.items()}
@@ -155,6 +159,8 @@ def _decode_file(index: int, entry: Mapping[str, Any], num_sides: int, where: st
         entry["file_bytes"],
     ):
         raise StoreCorrupt(f"{where}: the extents of unit {unit.name!r} contradict their sizes.")
+    if any(not 0 <= a <= b <= sizes[role] for role, (a, b) in constants.items()):
+        raise StoreCorrupt(f"{where}: the constants of unit {unit.name!r} lie outside its extents.")
     if len(names) != num_sides or not all(DATA_NAME.fullmatch(name) for name in names):
         raise StoreCorrupt(f"{where}: the files of unit {unit.name!r} have odd names: {names}.")
     return replace(file, names=names)
@@ -229,7 +235,7 @@ def decode_record(data: bytes, manifest: Manifest, where: str) -> Record | None:
         sides=_per_unit(value["sides"], range(manifest.num_sides), manifest, where),
         flags={
             unit: UnitFlag(flag)
-            for unit, flag in _per_unit(value["flags"], range(4), manifest, where).items()
+            for unit, flag in _per_unit(value["flags"], range(8), manifest, where).items()
         },
         checksums=_per_unit(value["checksums"], range(1 << 64), manifest, where),
         payload=payload,

@@ -97,8 +97,9 @@ def describe(paths: Paths, name: str) -> StoreReport:
         folders = tuple(store_folder for store_folder in own if store_folder.is_dir())
     for store_folder in folders:
         for entry in os.scandir(store_folder):
-            is_scratch = entry.name.startswith(folder.SCRATCH_PREFIX)
-            sizes[is_scratch] += entry.stat().st_blocks * 512
+            if not entry.name.startswith(folder.PIN_PREFIX):  # further names of data files
+                is_scratch = entry.name.startswith(folder.SCRATCH_PREFIX)
+                sizes[is_scratch] += entry.stat().st_blocks * 512
     pids = [pid for pid in map(holder, folders) if pid is not None]
     return StoreReport(
         name=name,

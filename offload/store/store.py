@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -29,6 +29,7 @@ from offload.store.files import DataFiles, Extent
 from offload.store.format import DURABILITIES, Manifest, Record, UnitFlag
 from offload.store.generations import Changes, Generations
 from offload.store.lock import FolderLock, holder, in_use, release
+from offload.store.sharing import Sharing
 
 Paths = Sequence[str | os.PathLike[str]]
 
@@ -59,6 +60,8 @@ class Store(contextlib.AbstractContextManager["Store"]):
         self.generations = Generations(
             self._log, self.files, manifest=manifest, durability=durability
         )
+        self.sharing = Sharing(self.files, manifest)
+        self._writable: set[str] = set()  # units whose spare side this generation may write
         self._locks = list(locks)
         if read_only:
             self.generations.refuse("it was opened read-only.")
@@ -100,7 +103,7 @@ class Store(contextlib.AbstractContextManager["Store"]):
                 store = cls(found.folders, manifest, locks=locks, durability=durability)
                 undo.callback(store.generations.close)
                 undo.callback(store.files.close)
-                store.files.open(())
+                store.files.open({})
                 undo.pop_all()
         return store
 
@@ -141,8 +144,10 @@ class Store(contextlib.AbstractContextManager["Store"]):
             record = recover.newest_record(store._log, manifest)
             if recover.lost_by_power(record) and not unverified:
                 recover.check_survived(store.files, record, manifest)
-            store.files.open(record.sides.items())
+            store.files.open(record.sides)
             store.generations.adopt(record)
+            if not read_only:
+                store.sharing.trim()
             undo.pop_all()
         return store
 
@@ -161,13 +166,25 @@ class Store(contextlib.AbstractContextManager["Store"]):
             return 0
         return (self.committed.sides[unit] + 1) % self.manifest.num_sides
 
-    def begin(self) -> None:
-        """Call before the first write of a generation; again does nothing.
+    def begin(self, units: Iterable[str] | None = None) -> None:
+        """Call before the first write to the spare sides of `units` (None: all of them).
 
         Retires the record that names the spare sides: from here on a crash goes back to
-        `committed` (with one side: to nothing).
+        `committed` (with one side: to nothing).  A side that a checkpoint shares is replaced, so
+        ask `extent` again.  Another call adds units.
         """
         self.generations.begin()
+        last = self.committed
+        if last is None:
+            return
+        with _told(f"store {self.manifest.name!r}: a generation cannot begin"):
+            for unit in last.sides if units is None else units:
+                if unit not in self._writable:
+                    stale = UnitFlag.SPARE_STALE in last.flags[unit]
+                    self.sharing.make_writable(
+                        unit, self.spare(unit), committed=last.sides[unit], stale=stale
+                    )
+                    self._writable.add(unit)
 
     def commit(
         self,
@@ -186,7 +203,7 @@ class Store(contextlib.AbstractContextManager["Store"]):
         each filled checksum extent.  With durability "step" it returns when everything is on the
         drive.  A failure raises `StoreError` and refuses all further writes.
         """
-        return self.generations.commit(
+        record = self.generations.commit(
             Changes(
                 sides=sides,
                 generation=generation,
@@ -195,6 +212,8 @@ class Store(contextlib.AbstractContextManager["Store"]):
                 checksums=checksums or {},
             )
         )
+        self._writable.clear()
+        return record
 
     def poison(self, error: BaseException) -> None:
         """Refuse further commits: a transfer failed, so what the spare sides hold is unknown."""
