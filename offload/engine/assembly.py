@@ -187,6 +187,7 @@ def open_store(blueprint: Blueprint) -> tuple[Store, bool]:
     extents = [UnitExtents.of(unit) for unit in blueprint.units]
     store = Store.create(
         config.nvme_path, name, extents, layout=layout, durability=config.durability,
+        num_sides=1 if config.durability == "none" else 2,
         fresh=resume is False, scratch_bytes=spill_bytes(blueprint),
     )  # fmt: skip
     return store, False

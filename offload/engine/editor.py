@@ -7,7 +7,7 @@
                             (the others keep their low bits), commit
 
 The committed side is never written (DESIGN D7).  Frozen tensors, which updates do not copy, are
-brought to the former side after the commit.
+brought to the former side by the store, before its next use.
 """
 
 from __future__ import annotations
@@ -95,24 +95,17 @@ class Editor:
 
     def _write_back(self, changed: Sequence[BoundUnit]) -> None:
         self._ledger.finish()
-        self._ledger.store.begin()
+        self._ledger.store.begin([bound.unit.name for bound in changed])
         sides: dict[str, int] = {}
         for bound in changed:
-            sides[bound.unit.name] = 1 - self._ledger.sides[bound.unit.index]
-            self._rewrite(bound, sides[bound.unit.name], frozen_only=False)
+            sides[bound.unit.name] = self._ledger.next_side(bound.unit.index)
+            self._rewrite(bound, sides[bound.unit.name])
         self._ledger.commit_edit(sides, encode(self._capture()))
-        frozen = [bound for bound in changed if bound.unit.num_elems > bound.unit.trainable_elems]
-        if frozen:
-            self._ledger.store.begin()
-            for bound in frozen:
-                self._rewrite(bound, 1 - sides[bound.unit.name], frozen_only=True)
 
-    def _rewrite(self, bound: BoundUnit, side: int, *, frozen_only: bool) -> None:
+    def _rewrite(self, bound: BoundUnit, side: int) -> None:
         """Copy all roles of a unit to `side`, with the device's weights where they differ."""
         unit = bound.unit
         for chunk in chunks_of(unit.num_elems, self._chunk_elems):
-            if frozen_only and chunk.stop <= unit.trainable_elems:
-                continue
             pieces = {
                 role: self._reader.role_range(unit, role, chunk.start, stop)
                 for role in STATE_ROLES

@@ -8,11 +8,12 @@ One step is pending at most: its successor's first write waits for the commit (D
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from offload.engine.generation import encode
+from offload.engine.interrupts import uninterrupted
 from offload.errors import StateError
 from offload.metrics import Metrics
 from offload.optim.pipeline import UpdateJob
@@ -85,7 +86,7 @@ class Ledger:
 
     def next_side(self, unit: int) -> int:
         """The side that the unit's next generation is written to."""
-        return 1 - self.sides[unit]
+        return self.store.spare(self._units[unit].name)
 
     def next_deadline(self) -> int:
         """The deadline of the step that `submit` will begin."""
@@ -115,11 +116,6 @@ class Ledger:
             self.sides[unit] = pending.sides[self._units[unit].name]
             self.zero_moments.discard(unit)
 
-    def describe_pending(self, state: dict[str, Any]) -> None:
-        """Give the pending generation the state that its commit will carry."""
-        assert self._pending is not None
-        self._pending.state = state
-
     def engine_called(self) -> None:
         """An engine call: what steps after step() has stepped by now."""
         if self._pending is not None and self._pending.late is None:
@@ -148,28 +144,41 @@ class Ledger:
             self.store.poison(error)
             self.abandon()
             raise error
-        for job in pending.jobs:
-            account(job, self.metrics)
-            job.close()
         tracked = {**pending.state["tracked"], **pending.late}
         payload = encode({**pending.state, "tracked": tracked})
-        self.store.commit(
-            sides=pending.sides, generation=pending.generation, payload=payload
-        )  # fmt: skip
-        self._pending = None
+        with uninterrupted():
+            for job in pending.jobs:
+                account(job, self.metrics)
+                job.close()
+            self.store.commit(
+                sides=pending.sides, generation=pending.generation, payload=payload
+            )  # fmt: skip
+            self._pending = None
 
-    def commit_edit(self, sides: Mapping[str, int], payload: bytes) -> None:
-        """Commit units that were rewritten outside of a step, as the next generation."""
-        flags = {
-            unit.name: UnitFlag.MOMENTS_ZERO
-            for unit in self._units.values()
-            if unit.name in sides and unit.index in self.zero_moments
-        }
-        self.store.commit(
-            sides=sides, generation=self.generation + 1, payload=payload, flags=flags
-        )  # fmt: skip
+    def commit_edit(
+        self, sides: Mapping[str, int], payload: bytes, *,
+        zero_moments: Collection[int] | None = None, checksums: Mapping[str, int] | None = None,
+    ) -> None:  # fmt: skip
+        """Commit units that were rewritten whole, outside of a step, as the next generation.
+
+        `zero_moments`: units whose moments are zero and not written (None: as they were).
+        """
+        zero = self.zero_moments if zero_moments is None else zero_moments
+        flags = {}
         for unit in self._units.values():
-            self.sides[unit.index] = sides.get(unit.name, self.sides[unit.index])
+            if unit.name in sides:
+                flag = UnitFlag.MOMENTS_ZERO if unit.index in zero else UnitFlag(0)
+                if unit.num_elems > unit.trainable_elems:  # frozen tensors: on one side only yet
+                    flag |= UnitFlag.SPARE_STALE
+                flags[unit.name] = flag
+        with uninterrupted():
+            self.store.commit(
+                sides=sides, generation=self.generation + 1, payload=payload, flags=flags,
+                checksums=checksums,
+            )  # fmt: skip
+            for unit in self._units.values():
+                self.sides[unit.index] = sides.get(unit.name, self.sides[unit.index])
+            self.zero_moments = set(zero)
 
     def abandon(self) -> None:
         """Cancel the pending update: the committed generation stays the last one."""

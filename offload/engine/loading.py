@@ -20,21 +20,22 @@ def write_initial(
 ) -> None:  # fmt: skip
     """Make generation 0 of the live parameters; moments are zero and not written."""
     store = ledger.store
+    num_sides = store.manifest.num_sides
     writer = InitialWriter(queue, slots, chunk_elems=chunk_elems)
     for unit in units:
 
         def place(role: Role, side: int, name: str = unit.name) -> Any:
             return store.extent(name, role, side)
 
-        # Frozen tensors are never written again, so both sides need them.
-        sides = (0, 1) if unit.num_elems > unit.trainable_elems else (0,)
+        # Frozen tensors are never written again, so each side needs them.
+        sides = range(num_sides if unit.num_elems > unit.trainable_elems else 1)
         writer.write(unit, dict(parameters), sides, place)
     writer.finish()
     everything = list(units)
     if persistent is not None:
         everything.append(persistent.unit)
         persistent.initialise()
-        for side in (0, 1):
+        for side in range(num_sides):
             _transfer(ledger, queue.write, persistent, side, moments=False)
     store.begin()
     store.commit(

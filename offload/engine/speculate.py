@@ -72,7 +72,7 @@ class Speculator:
         self._builder = builder
         self._ledger = ledger
         self._keeper = keeper
-                self._assume = assume
+        self._assume = assume
         self._order = order
         self._bets: dict[int, _Bet] = {}
         self._rows: Rows | None = None  # of this backward; None: holding
@@ -85,7 +85,6 @@ class Speculator:
         self.discard()
         if self._mode == "speculate" or (self._mode == "auto" and not self.history.often_redone()):
             self._ledger.finish()  # the spare sides are free once the last commit is there
-            self._ledger.store.begin()
             self._rows = self._assume()
             self._position = {unit: place for place, unit in enumerate(self._order())}
 

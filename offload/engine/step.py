@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from offload.engine.interrupts import uninterrupted
 from offload.engine.ledger import Ledger, Made, Pending
 from offload.engine.speculate import Speculator
 from offload.engine.updates import Rows, UpdateBuilder
@@ -129,13 +130,12 @@ class Stepper:
             if any(slot.tensor.name in rows.row_of for slot in unit.slots if slot.tensor.trainable)
         ]
         held = sorted((unit for unit in updated if unit.index not in made), key=urgency)
-        if held:
-            self._ledger.store.begin()
-            job = self._builder.submit(held, rows, urgency=urgency, released=True)
-            made.update({unit.index: Made(job, number) for number, unit in enumerate(held)})
-        self._counts.advance(rows.row_of)
-        sides = {unit.name: self._ledger.next_side(unit.index) for unit in updated}
-        self._ledger.submit(Pending(made, sides, self._ledger.generation + 1, {}))
+        with uninterrupted():
+            if held:
+                job = self._builder.submit(held, rows, urgency=urgency, released=True)
+                made.update({unit.index: Made(job, number) for number, unit in enumerate(held)})
+            self._counts.advance(rows.row_of)
+            sides = {unit.name: self._ledger.next_side(unit.index) for unit in updated}
+            self._ledger.submit(Pending(made, sides, self._ledger.generation + 1, capture()))
         if self._persistent is not None and self._persistent.index in made:
             self._ledger.wait(self._persistent.index)
-        self._ledger.describe_pending(capture())

@@ -56,6 +56,7 @@ class UpdateBuilder:
         self, units: Sequence[Unit], rows: Rows, *, urgency: Callable[[Unit], int], released: bool
     ) -> UpdateJob:  # fmt: skip
         """Submit one job; `urgency(unit)`: place of the unit's next use, smaller is sooner."""
+        self._ledger.store.begin([unit.name for unit in units])
         parts, files = [], []
         for number, unit in enumerate(units):
             template = self._template(unit)
@@ -73,13 +74,14 @@ class UpdateBuilder:
         zero = unit.index in self._ledger.zero_moments
         kept = self._keeper[unit.index]
         key = (unit.index, side, zero, kept.dtype)
-        if key not in self._templates:
+        template = self._templates.get(key)
+        # A side that a checkpoint shares has got another file.
+        if template is None or any(file.closed for file in template.files):
             streams = {role: self._state_place(unit, role, zero) for role in STATE_ROLES}
             streams[Role.GRAD] = _grad_place(kept)
-            self._templates[key] = UnitTemplate.of(
-                unit, chunk_elems=self._chunk_elems, streams=streams
-            )
-        return self._templates[key]
+            template = UnitTemplate.of(unit, chunk_elems=self._chunk_elems, streams=streams)
+            self._templates[key] = template
+        return template
 
     def _state_place(self, unit: Unit, role: Role, zero: bool) -> StreamPlace:
         read = self._ledger.store.extent(unit.name, role, self._ledger.sides[unit.index])
