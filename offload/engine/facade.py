@@ -59,7 +59,7 @@ class OffloadEngine:
         blueprint = plan(model, config)
         self.module = model
         self.config = config
-        self.optimizer = self._make_optimizer(params, blueprint.found.parameters)
+        self.optimizer = _make_optimizer(self, params, blueprint.found.parameters)
         self.global_step = 0
         self.grad_norm: float | None = None
         self._tracked = tracked = Tracked()
@@ -69,7 +69,7 @@ class OffloadEngine:
         self._parts = connect(
             blueprint,
             Captures(
-                lambda: _alive(me)._state(),
+                lambda: _state(_alive(me)),
                 lambda: tracked.capture(late=True),
                 Groups(lambda: _alive(me).optimizer.param_groups, lambda group: _names(me, group)),
             ),
@@ -78,7 +78,7 @@ class OffloadEngine:
         take_over(model, self._parts)
         self._parts.hooks.last_micro_step = config.gradient_accumulation_steps == 1
         if self.resumed:
-            self._resume()
+            _resume(self)
         if lr_scheduler is not None:
             self.track(lr_scheduler=lr_scheduler)
         for line in self.describe().splitlines():
@@ -119,17 +119,17 @@ class OffloadEngine:
 
     def full_fp32_param(self, parameter: nn.Parameter | str) -> torch.Tensor:
         """A HOST copy of the fp32 master, wherever the parameter is."""
-        return self._parts.reader.master(self._name(parameter))
+        return self._parts.reader.master(_name(self, parameter))
 
     def full_optimizer_state(self, parameter: nn.Parameter | str, state: str) -> torch.Tensor:
         """A HOST copy of "exp_avg" or "exp_avg_sq"."""
         if state not in _ROLES:
             raise ConfigError(f"optimizer state: expected {' or '.join(_ROLES)}, got {state!r}.")
-        return self._parts.reader.tensor_of(self._name(parameter), _ROLES[state])
+        return self._parts.reader.tensor_of(_name(self, parameter), _ROLES[state])
 
     def kept_grad(self, parameter: nn.Parameter | str) -> torch.Tensor | None:
         """A HOST copy of the gradient kept for this step, None if there is none yet."""
-        return self._parts.keeper.copy_of(self._name(parameter))
+        return self._parts.keeper.copy_of(_name(self, parameter))
 
     @contextlib.contextmanager
     def gathered(self, parameters: Any = None) -> Iterator[None]:
@@ -138,7 +138,7 @@ class OffloadEngine:
 
         Edits are written back as a new generation; they replace the masters they touch.
         """
-        with self._parts.editor.gathered(self._select(parameters)):
+        with self._parts.editor.gathered(_select(self, parameters)):
             yield
 
     def describe(self) -> str:
@@ -188,70 +188,9 @@ class OffloadEngine:
 
     # --- inside
 
-    def _make_optimizer(
-        self, params: Any, known: Mapping[str, nn.Parameter]
-    ) -> OffloadOptimizer:  # fmt: skip
-        config = self.config
-        if params is None:
-            params = [parameter for parameter in known.values() if parameter.requires_grad]
-            if not params:
-                raise ConfigError(
-                    f"model {type(self.module).__name__}: expected trainable parameters, got none"
-                    " with requires_grad. Set requires_grad before making the engine."
-                )
-        try:
-            return OffloadOptimizer(
-                params, _EngineStepper(self), known=known.values(),
-                lr=config.lr, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay,
-            )  # fmt: skip
-        except (TypeError, ValueError) as error:
-            raise ConfigError(f"params: {error}.") from error
-
-    def _name(self, parameter: nn.Parameter | str) -> str:
-        if isinstance(parameter, str):
-            return parameter
-        name = self._parts.names_by_id.get(id(parameter))
-        if name is None:
-            raise StateError("expected a parameter of the engine's model, got another.")
-        return name
-
-    def _select(self, parameters: Any) -> list[str]:
-        if parameters is None:
-            return list(self._parts.ground.blueprint.found.parameters)
-        if isinstance(parameters, nn.Module):
-            parameters = list(parameters.parameters())
-        if isinstance(parameters, nn.Parameter | str):
-            parameters = [parameters]
-        return [self._name(parameter) for parameter in parameters]
-
     def _check_open(self) -> None:
         if not self._close.alive:
             raise StateError("engine: expected an open engine, got a closed one. Make a new one.")
-
-    def _state(self) -> dict[str, Any]:
-        return {
-            "global_step": self.global_step,
-            "counts": self._parts.counts.state_dict(),
-            "groups": capture_groups(self.optimizer.param_groups),
-            "rng": capture_rng(),
-            "buffers": module_buffers(self.module),
-            "tracked": self._tracked.capture(late=False),
-        }
-
-    def _resume(self) -> None:
-        record = self._parts.ground.store.committed
-        if record is None or not record.payload:
-            return  # generation 0: the initial weights
-        saved = decode(record.payload)
-        self.global_step = saved["global_step"]
-        self._parts.counts.load_state_dict(saved["counts"])
-        self._saved_groups = saved["groups"]
-        restore_groups(self.optimizer.param_groups, saved["groups"])
-        self._tracked.resume(saved["tracked"])
-        with torch.no_grad():
-            for name, buffer in self.module.named_buffers():
-                buffer.copy_(saved["buffers"][name])
-        restore_rng(saved["rng"])
 
 
 class _EngineStepper:
@@ -269,7 +208,7 @@ class _EngineStepper:
 
         def capture() -> dict[str, Any]:
             engine.global_step += 1
-            return engine._state()
+            return _state(engine)
 
         with parts.ground.metrics.phase("step"):
             order = parts.residency.forward_order()
@@ -290,6 +229,72 @@ class _EngineStepper:
         engine._micro_steps = 0
         engine._parts.speculator.discard()
         engine._parts.keeper.clear()
+
+
+def _make_optimizer(
+    engine: OffloadEngine, params: Any, known: Mapping[str, nn.Parameter]
+) -> OffloadOptimizer:  # fmt: skip
+    config = engine.config
+    if params is None:
+        params = [parameter for parameter in known.values() if parameter.requires_grad]
+        if not params:
+            raise ConfigError(
+                f"model {type(engine.module).__name__}: expected trainable parameters, got none"
+                " with requires_grad. Set requires_grad before making the engine."
+            )
+    try:
+        return OffloadOptimizer(
+            params, _EngineStepper(engine), known=known.values(),
+            lr=config.lr, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay,
+        )  # fmt: skip
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"params: {error}.") from error
+
+
+def _name(engine: OffloadEngine, parameter: nn.Parameter | str) -> str:
+    if isinstance(parameter, str):
+        return parameter
+    name = engine._parts.names_by_id.get(id(parameter))
+    if name is None:
+        raise StateError("expected a parameter of the engine's model, got another.")
+    return name
+
+
+def _select(engine: OffloadEngine, parameters: Any) -> list[str]:
+    if parameters is None:
+        return list(engine._parts.ground.blueprint.found.parameters)
+    if isinstance(parameters, nn.Module):
+        parameters = list(parameters.parameters())
+    if isinstance(parameters, nn.Parameter | str):
+        parameters = [parameters]
+    return [_name(engine, parameter) for parameter in parameters]
+
+
+def _state(engine: OffloadEngine) -> dict[str, Any]:
+    return {
+        "global_step": engine.global_step,
+        "counts": engine._parts.counts.state_dict(),
+        "groups": capture_groups(engine.optimizer.param_groups),
+        "rng": capture_rng(),
+        "buffers": module_buffers(engine.module),
+        "tracked": engine._tracked.capture(late=False),
+    }
+
+
+def _resume(engine: OffloadEngine) -> None:
+    record = engine._parts.ground.store.committed
+    if record is None or not record.payload:
+        return  # generation 0: the initial weights
+    saved = decode(record.payload)
+    engine.global_step = saved["global_step"]
+    engine._parts.counts.load_state_dict(saved["counts"])
+    engine._saved_groups = saved["groups"]
+    restore_groups(engine.optimizer.param_groups, saved["groups"])
+    engine._tracked.resume(saved["tracked"])
+    with torch.no_grad():
+        for name, buffer in engine.module.named_buffers():
+            buffer.copy_(saved["buffers"][name])
+    restore_rng(saved["rng"])
 
 
 def _names(me: weakref.ref[OffloadEngine], group: Mapping[str, Any]) -> list[str]:
