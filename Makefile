@@ -35,25 +35,31 @@ bench: $(VENV)/.ready-bench
 	$(BIN)/offload-bench io runs
 	$(BIN)/python benchmarks/bench_step.py
 
-# The sanitizers watch the C code under the tests that drive it hardest. `build/<name>` shadows the normal extension.
-# LeakSanitizer is off: the interpreter keeps memory at exit by design.
+# The sanitizers watch the C code under the tests that drive it hardest; tests that start a sanitized program of their own
+# are part of the other suites. `build/<name>` shadows the normal extension: -P keeps the working folder off the path.
+# What else pip left in build/ goes, or a later install would take it. LeakSanitizer is off, since the interpreter keeps memory at exit by design. 
+# setarch: address randomisation of newer kernels leaves no room for the shadow memory of older libtsan.
 SANITIZED_TESTS ?= tests/aio tests/simd
+SANITIZED = $(BIN)/python -P -m pytest -k "not sanitizer" -m "not slow and not gpu" --timeout=900 $(SANITIZED_TESTS)
+LOADED = $(BIN)/python -P -c 'import sys, _offload_native as n; sys.exit("build/$@" not in n.__file__)'
+
 asan: $(VENV)/.ready-test
-	rm -rf build/asan
+	rm -rf build
 	OFFLOAD_CFLAGS="-g -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=undefined" \
 	  OFFLOAD_LDFLAGS="-fsanitize=address,undefined" $(BIN)/python -m pip install -q --no-deps --target build/asan .
-	PYTHONPATH=build/asan ASAN_OPTIONS=detect_leaks=0 \
-	  LD_PRELOAD="$$($(CC) -print-file-name=libasan.so) $$($(CC) -print-file-name=libubsan.so)" \
-	  $(PYTEST) -m "not slow and not gpu" --timeout=900 $(SANITIZED_TESTS)
+	rm -rf build/lib* build/temp* build/bdist*
+	export PYTHONPATH=build/asan ASAN_OPTIONS=detect_leaks=0 \
+	  LD_PRELOAD="$$($(CC) -print-file-name=libasan.so) $$($(CC) -print-file-name=libubsan.so)"; \
+	  $(LOADED) && $(SANITIZED)
 
-# setarch: address randomisation of newer kernels leaves no room for the shadow memory of older libtsan.
 tsan: $(VENV)/.ready-test
-	rm -rf build/tsan
+	rm -rf build
 	OFFLOAD_CFLAGS="-g -fno-omit-frame-pointer -fsanitize=thread" OFFLOAD_LDFLAGS="-fsanitize=thread" \
 	  $(BIN)/python -m pip install -q --no-deps --target build/tsan .
-	PYTHONPATH=build/tsan TSAN_OPTIONS="halt_on_error=1 report_signal_unsafe=0" \
-	  LD_PRELOAD="$$($(CC) -print-file-name=libtsan.so)" \
-	  setarch -R $(PYTEST) -m "not slow and not gpu" --timeout=900 $(SANITIZED_TESTS)
+	rm -rf build/lib* build/temp* build/bdist*
+	export PYTHONPATH=build/tsan TSAN_OPTIONS="halt_on_error=1 report_signal_unsafe=0" \
+	  LD_PRELOAD="$$($(CC) -print-file-name=libtsan.so)"; \
+	  setarch -R $(LOADED) && setarch -R $(SANITIZED)
 
 # The environment: one stamp for each set of extras. A changed C file builds the extension again.
 EXTRAS_bench := bench
