@@ -164,9 +164,12 @@ def _checked(config: EngineConfig) -> EngineConfig:
                 f"{key}: expected one of {', '.join(allowed)}, got {getattr(config, key)!r}."
             )
     if config.durability == "none":
-        raise ConfigError(
-            "durability: 'none' (one side, in place) is not available yet. Use 'process'."
-        )
+        if config.overlap == "speculate":
+            raise ConfigError(
+                "overlap: expected 'hold' or 'auto' with durability='none', got 'speculate'."
+                " An update in place cannot be taken back. Use durability='process'."
+            )
+        config = replace(config, overlap="hold")
     _check_numbers(config)
     if config.chunk_elems is not None and (config.chunk_elems < 2048 or config.chunk_elems % 2048):
         raise ConfigError(f"chunk_elems: expected a multiple of 2048, got {config.chunk_elems}.")
