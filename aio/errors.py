@@ -45,12 +45,11 @@ class IOFailed(OSError):
         )
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _rebuild, (
-            self.errno, self.operation, self.path, self.offset, self.wanted, self.done,
-        )  # fmt: skip
+        numbers = {"offset": self.offset, "wanted": self.wanted, "done": self.done}
+        return _rebuild, ((self.errno, self.operation, self.path), numbers)
 
 
-def _rebuild(
-    number: int, operation: str, path: str, offset: int, wanted: int, done: int
-) -> IOFailed:
-    return IOFailed(number, operation, path, offset=offset, wanted=wanted, done=done)
+def _rebuild(names: tuple[int, str, str], numbers: dict[str, int]) -> IOFailed:
+    return IOFailed(
+        *names, offset=numbers["offset"], wanted=numbers["wanted"], done=numbers["done"]
+    )

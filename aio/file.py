@@ -10,6 +10,7 @@ import errno
 import os
 from typing import Any, Literal
 
+from aio.log import tell_once
 from aio.native import ffi, lib
 
 Mode = Literal["r", "r+", "x+"]
@@ -42,6 +43,9 @@ class File:
         self._pid = os.getpid()
         buffered = os.open(self.path, _FLAGS[mode] | os.O_CLOEXEC, 0o600)
         direct_fd, self.alignment = _open_direct(self.path, mode) if direct else (-1, 512)
+        if direct and direct_fd < 0:
+            folder = os.path.dirname(os.path.abspath(self.path))
+            tell_once(f"no direct I/O in '{folder}': transfers there go through the page cache")
         if direct_fd >= 0:  # read-ahead would only fill the cache beside the direct transfers
             os.posix_fadvise(buffered, 0, 0, os.POSIX_FADV_RANDOM)
         self.native: Any = ffi.new("aio_file *", [direct_fd, buffered, self.alignment, 0])

@@ -10,7 +10,6 @@ there, close() does nothing.
 from __future__ import annotations
 
 import errno
-import logging
 import os
 import threading
 import weakref
@@ -20,6 +19,7 @@ from typing import Any, Literal
 
 from aio.buffer import Buffer
 from aio.file import File
+from aio.log import tell_once
 from aio.native import (
     BACKEND_NAMES,
     BACKENDS,
@@ -36,7 +36,6 @@ from aio.ticket import Ticket
 
 Operation = Literal["read", "write"]
 _OPS = {"read": lib.AIO_READ, "write": lib.AIO_WRITE}
-_log = logging.getLogger("aio")
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +91,9 @@ class Queue:
         self._finalizer = weakref.finalize(self, _close, native, self._pid)  # also at exit
         _LIVE.add(self)
         if backend == "auto" and self.backend != "uring":
-            _log.warning(
-                "io_uring is not available (aio.probe() tells why): using %s", self.backend
+            tell_once(
+                f"io_uring is not available (aio.probe() tells why): using {self.backend}, "
+                "which costs more CPU time"
             )
 
     @property
@@ -132,7 +132,10 @@ class Queue:
                 "Register before the first one."
             )
         if error:
-            _log.info("buffer of %d bytes not registered: %s", memory.num_bytes, strerror(error))
+            tell_once(
+                f"an I/O buffer of {memory.num_bytes} bytes could not be registered "
+                f"({strerror(error)}): transfers cost more CPU time. Raise ulimit -l"
+            )
             return False
         return self.backend == "uring"
 
@@ -186,10 +189,12 @@ class Queue:
 
     def retire(self, handle: Any, keep: object) -> None:
         """Take over a transfer whose ticket is dropped (Ticket calls it, in any thread)."""
-        if os.getpid() == self._pid:
+        if os.getpid() != self._pid:
+            return
+        if lib.aio_wait(handle, 0, ffi.new("aio_result *")):
             self._dropped.append((handle, keep))
-            if self.closed:
-                self._reap()
+        else:
+            lib.aio_release(handle)
 
     def close(self) -> None:
         """Cancel what is not submitted, wait for what is in flight.

@@ -46,6 +46,17 @@ def test_a_dropped_ticket_keeps_its_memory_until_the_transfer_ends(
         into.clear()
 
 
+def test_a_dropped_ticket_that_has_ended_lets_go_at_once(queue: aio.Queue, path: Path) -> None:
+    with aio.File(path, "x+", size=BLOCK) as file:
+        into = bytearray(BLOCK)
+        ticket = queue.read(file, into, 0)
+        ticket.wait()
+        with pytest.raises(BufferError):
+            into.clear()
+        del ticket
+        into.clear()
+
+
 def test_a_ticket_outlives_its_queue(queue: aio.Queue, path: Path) -> None:
     with aio.File(path, "x+", size=BLOCK) as file:
         ticket = queue.write(file, b"y" * BLOCK, 0)
