@@ -292,5 +292,5 @@ def take_over(model: nn.Module, parts: Parts) -> None:
 
 
 def module_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Buffers by name; they belong to the generation (DESIGN M5)."""
-    return {name: buffer.detach().cpu() for name, buffer in model.named_buffers()}
+    """Copies of the buffers by name; they belong to the generation (DESIGN M5)."""
+    return {name: buffer.detach().to("cpu", copy=True) for name, buffer in model.named_buffers()}

@@ -11,15 +11,19 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import weakref
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any, Self
 
 import torch
 from torch import nn
 
+from offload.checkpoint.save import Saving
 from offload.config import make_config
 from offload.engine.assembly import plan
+from offload.engine.checkpoints import Checkpoints
 from offload.engine.connect import Captures, Parts, connect, module_buffers, take_over
 from offload.engine.describe import describe
 from offload.engine.generation import (
@@ -27,6 +31,7 @@ from offload.engine.generation import (
     Tracked,
     capture_groups,
     capture_rng,
+    check_groups,
     decode,
     restore_groups,
     restore_rng,
@@ -74,6 +79,7 @@ class OffloadEngine:
                 Groups(lambda: _alive(me).optimizer.param_groups, lambda group: _names(me, group)),
             ),
         )
+        self._checkpoints = Checkpoints(self._parts)
         self._close = weakref.finalize(self, _close, self._parts)
         take_over(model, self._parts)
         self._parts.hooks.last_micro_step = config.gradient_accumulation_steps == 1
@@ -166,6 +172,44 @@ class OffloadEngine:
             if self._tracked.add(name, item) and self._saved_groups is not None:
                 # A scheduler's constructor has reset the learning rate.
                 restore_groups(self.optimizer.param_groups, self._saved_groups)
+
+    def save_checkpoint(
+        self, directory: str | os.PathLike[str], tag: str | None = None,
+        client_state: Mapping[str, Any] | None = None, *, keep: int | None = None,
+    ) -> Saving:  # fmt: skip
+        """Save the state as it is now to `directory/tag`; training may go on at once.
+
+        Call it after step().  On the store's file system files are linked, elsewhere they are
+        copied in the background; the ticket's `wait()` returns when all is complete and flushed,
+        and only then `tag` and `latest` name it.  `tag`: default global_step<n>.  `keep`: remove
+        all but the newest n.  Raises StoreError where there is no space; training can go on.
+        """
+        self._check_open()
+        if self._parts.keeper.has_gradients:
+            _LOG.warning("save_checkpoint: gradients since the last step are not saved.")
+        return self._checkpoints.save(
+            Path(directory), tag or f"global_step{self.global_step}", _full_state(self),
+            client_state=client_state, keep=keep,
+        )  # fmt: skip
+
+    def load_checkpoint(
+        self, directory: str | os.PathLike[str], tag: str | None = None
+    ) -> tuple[Path | None, dict[str, Any]]:
+        """Go on from a checkpoint (`tag` None: the latest); return its folder and client state.
+
+        Weights, optimizer, step counts, param_groups, buffers, random numbers and tracked objects
+        are as they were, whatever the budgets, chunks and paths.  (None, {}): there is none.
+        Raises StoreError or StoreCorrupt, with the engine unchanged, where it does not fit.
+        """
+        self._check_open()
+        found = self._checkpoints.load(
+            Path(directory), tag, check=lambda state: _check_state(self, state)
+        )
+        if found is None:
+            _LOG.warning("load_checkpoint: no checkpoint in %s, nothing is loaded.", directory)
+            return None, {}
+        _restore(self, found[1])
+        return found[0], found[2]
 
     def train(self, mode: bool = True) -> Self:
         self.module.train(mode)
@@ -281,16 +325,43 @@ def _state(engine: OffloadEngine) -> dict[str, Any]:
     }
 
 
+def _full_state(engine: OffloadEngine) -> dict[str, Any]:
+    """The state with what steps after step(), as it is now."""
+    state = _state(engine)
+    return {**state, "tracked": {**state["tracked"], **engine._tracked.capture(late=True)}}
+
+
+def _check_state(engine: OffloadEngine, saved: Mapping[str, Any]) -> None:
+    """Raise StateError where a state cannot be put back into this engine."""
+    check_groups(engine.optimizer.param_groups, saved["groups"])
+    buffers = dict(engine.module.named_buffers())
+    for name in buffers.keys() | saved["buffers"].keys():
+        shapes = [tuple(x[name].shape) if name in x else None for x in (buffers, saved["buffers"])]
+        if shapes[0] != shapes[1]:
+            raise StateError(
+                f"buffer {name!r}: expected shape {shapes[0]} as in the model, got {shapes[1]}."
+                " Build the model as it was built for the saved state."
+            )
+
+
 def _resume(engine: OffloadEngine) -> None:
     record = engine._parts.ground.store.committed
     if record is None or not record.payload:
-        return  # generation 0: the initial weights
+        return  # it died between making generation 0 and adding its state
     saved = decode(record.payload)
+    _check_state(engine, saved)
+    _restore(engine, saved)
+
+
+def _restore(engine: OffloadEngine, saved: Mapping[str, Any]) -> None:
+    """Put back everything that is not in the store."""
+    engine._micro_steps = 0
+    engine.grad_norm = None
     engine.global_step = saved["global_step"]
     engine._parts.counts.load_state_dict(saved["counts"])
     engine._saved_groups = saved["groups"]
     restore_groups(engine.optimizer.param_groups, saved["groups"])
-    engine._tracked.resume(saved["tracked"])
+    engine._tracked.restore(saved["tracked"])
     with torch.no_grad():
         for name, buffer in engine.module.named_buffers():
             buffer.copy_(saved["buffers"][name])

@@ -8,6 +8,7 @@ Encoded with torch.save and read with weights_only: no code runs when a store is
 
 from __future__ import annotations
 
+import copy
 import io
 import random
 from collections.abc import Iterable, Mapping
@@ -63,13 +64,18 @@ def capture_groups(groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return [{key: value for key, value in group.items() if key not in hidden} for group in groups]
 
 
-def restore_groups(groups: list[dict[str, Any]], saved: list[dict[str, Any]]) -> None:
-    """Put saved hyper-parameters back; raises StateError when the number of groups differs."""
+def check_groups(groups: list[dict[str, Any]], saved: list[dict[str, Any]]) -> None:
+    """Raise StateError unless the number of groups is the same."""
     if len(groups) != len(saved):
         raise StateError(
             f"resume: expected {len(saved)} parameter groups as in the store, got {len(groups)}."
             " Build the engine with the same groups."
         )
+
+
+def restore_groups(groups: list[dict[str, Any]], saved: list[dict[str, Any]]) -> None:
+    """Put saved hyper-parameters back; raises StateError when the number of groups differs."""
+    check_groups(groups, saved)
     for group, values in zip(groups, saved, strict=True):
         group.update(values)
 
@@ -94,14 +100,19 @@ class Tracked:
         item.load_state_dict(self._saved.pop(name))
         return True
 
-    def resume(self, saved: Mapping[str, Any]) -> None:
-        """Remember the states of a resumed generation until their objects are tracked."""
-        self._saved = dict(saved)
+    def restore(self, saved: Mapping[str, Any]) -> None:
+        """Load states into the tracked objects now, into others when they are tracked."""
+        self._saved = {}
+        for name, state in saved.items():
+            if name in self._objects:
+                self._objects[name].load_state_dict(state)
+            else:
+                self._saved[name] = state
 
     def capture(self, *, late: bool) -> dict[str, Any]:
-        """States of the schedulers (`late`) or of everything else."""
+        """Copies of the states of the schedulers (`late`) or of everything else."""
         return {
-            name: item.state_dict()
+            name: copy.deepcopy(item.state_dict())
             for name, item in self._objects.items()
             if isinstance(item, LRScheduler) is late
         }

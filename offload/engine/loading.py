@@ -57,10 +57,18 @@ def read_committed(
         unit.index for unit in everything if record.flags[unit.name] & UnitFlag.MOMENTS_ZERO
     }
     if persistent is not None:
-        persistent.initialise()  # zeros where nothing was written
-        index = persistent.unit.index
-        moments = index not in ledger.zero_moments
-        _transfer(ledger, queue.read, persistent, ledger.sides[index], moments=moments)
+        persistent.initialise()
+        read_persistent(ledger, queue, persistent)
+
+
+def read_persistent(ledger: Ledger, queue: aio.Queue, persistent: PersistentState) -> None:
+    """Read the small tensors' current state; moments that were never written are zero."""
+    index = persistent.unit.index
+    moments = index not in ledger.zero_moments
+    if not moments:
+        persistent.tensor(Role.EXP_AVG).zero_()
+        persistent.tensor(Role.EXP_AVG_SQ).zero_()
+    _transfer(ledger, queue.read, persistent, ledger.sides[index], moments=moments)
 
 
 def _transfer(

@@ -96,6 +96,11 @@ class GradientKeeper:
         for parameter in bound.parameters:
             parameter.grad = None
 
+    @property
+    def has_gradients(self) -> bool:
+        """True when something is kept for the coming step."""
+        return any(kept.has_grad for kept in self._kept.values())
+
     def copy_of(self, name: str) -> torch.Tensor | None:
         """A HOST copy of a tensor's kept gradient, in its shape and the kept format; None: none."""
         for kept in self._kept.values():

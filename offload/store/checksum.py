@@ -15,6 +15,7 @@ import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
+from offload.errors import StoreCorrupt
 from offload.store import durable
 from offload.store.extents import CHECKSUM_BLOCK_BYTES, CHECKSUM_BYTES, SIDE_NAMES, FileLayout
 from offload.store.files import DataFiles
@@ -48,19 +49,29 @@ def is_sealed(record: Record, unit: str) -> bool:
     return UnitFlag.CHECKSUMS in record.flags[unit]
 
 
+def read_sums(path: Path, layout: FileLayout, digest: int) -> bytes:
+    """Return the checksums of a sealed side; raises StoreCorrupt unless `digest` is theirs."""
+    with path.open("rb", buffering=0) as file:
+        file.seek(layout.checksum_offset)
+        sums = file.read(layout.num_blocks * CHECKSUM_BYTES)
+    if zlib.crc32(sums) != digest:
+        raise StoreCorrupt(
+            f"unit {layout.unit!r} ({path}): its checksums are not those that were committed."
+        )
+    return sums
+
+
 def damage(files: DataFiles, record: Record, unit: str) -> Iterator[str]:
     """Read a sealed unit whole and name each block that is not what was committed."""
     layout, side = files.layout(unit), record.sides[unit]
     path = files.path(unit, side)
     where = f"unit {unit!r}, side {SIDE_NAMES[side]} ({path.name})"
     try:
-        with path.open("rb", buffering=0) as file:
-            file.seek(layout.checksum_offset)
-            expected = file.read(layout.num_blocks * CHECKSUM_BYTES)
-        if zlib.crc32(expected) != record.checksums[unit]:
-            yield f"{where}: its checksums are not those that were committed"
-            return
+        expected = read_sums(path, layout, record.checksums[unit])
         found = _sums_of(path, layout)
+    except StoreCorrupt:
+        yield f"{where}: its checksums are not those that were committed"
+        return
     except OSError as error:
         yield f"{where}: cannot be read: {error.strerror}"
         return

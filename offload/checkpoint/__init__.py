@@ -1,0 +1,1 @@
+"""Checkpoints: a generation that stays, linked where the file system allows, else copied."""

@@ -1,0 +1,101 @@
+"""`save_checkpoint` and `load_checkpoint`: the engine's state, at moments at which it is still.
+
+save    finish the pending step, capture everything as it is now, hand over to the saver
+load    nothing in flight; data into the spare sides; commit; then the state outside the store
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from offload.checkpoint import folder
+from offload.checkpoint.load import Checkpoint, check_layout, copy_into, open_checkpoint
+from offload.checkpoint.save import Content, Saver, Saving
+from offload.engine.assembly import describe_layout
+from offload.engine.connect import Parts
+from offload.engine.generation import decode, encode
+from offload.engine.loading import read_persistent
+from offload.errors import ConfigError, StateError
+
+_CLIENT = "client_state"
+
+
+class Checkpoints:
+    """Saves and loads checkpoints of one engine; called from its thread."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        ground = parts.ground
+        self.saver = Saver(
+            ground.store,
+            backend=ground.queue.backend,
+            written=frozenset(unit.name for unit in ground.blueprint.units if unit.trainable_elems),
+        )
+
+        ground.closing.callback(self.saver.finish)  # before the store is closed
+
+    def save(
+        self, directory: Path, tag: str, state: Mapping[str, Any], *,
+        client_state: Mapping[str, Any] | None, keep: int | None,
+    ) -> Saving:  # fmt: skip
+        """Save the generation of the last step with `state`, which replaces what it recorded."""
+        if keep is not None and keep < 1:
+            raise ConfigError(f"keep: expected at least 1 checkpoint, got {keep}.")
+        tag = folder.check_tag(tag)
+        self._parts.ground.ledger.finish()
+        payload = encode({**state, _CLIENT: dict(client_state or {})})
+        _check_plain(payload)
+        return self.saver.save(
+            directory, tag, Content(payload, state["global_step"]), keep=keep
+        )  # fmt: skip
+
+    def load(
+        self, directory: Path, tag: str | None, *, check: Callable[[Mapping[str, Any]], None]
+    ) -> tuple[Path, dict[str, Any], dict[str, Any]] | None:
+        """Make a checkpoint the current generation; return its folder, state and client state.
+
+        `check(state)` raises before anything is changed.  None: there is no checkpoint.
+        """
+        self.saver.finish()
+        found = folder.find(directory, tag)
+        if found is None:
+            return None
+        checkpoint = open_checkpoint(found)
+        check_layout(checkpoint, describe_layout(self._parts.ground.blueprint))
+        state = decode(checkpoint.record.payload)
+        client_state = state.pop(_CLIENT, {})
+        check(state)
+        self._replace(checkpoint, encode(state))
+        return found.path, state, client_state
+
+    def _replace(self, checkpoint: Checkpoint, payload: bytes) -> None:
+        """Stop everything, copy, commit, and give the device the small tensors."""
+        parts, ground = self._parts, self._parts.ground
+        ground.ledger.finish()
+        parts.hooks.abort()
+        parts.speculator.discard()
+        parts.keeper.clear()
+        parts.residency.discard_prefetches()
+        parts.residency.evict_unused()
+        loaded = copy_into(ground.store, checkpoint, backend=ground.queue.backend)
+        zero = [u.index for u in ground.blueprint.units if u.name in loaded.zero_moments]
+        ground.ledger.commit_edit(
+            loaded.sides, payload, zero_moments=zero, checksums=loaded.checksums
+        )
+        if ground.persistent is not None:
+            read_persistent(ground.ledger, ground.queue, ground.persistent)
+            ground.persistent.refresh(ground.device, exact=ground.blueprint.exact)
+
+
+def _check_plain(payload: bytes) -> None:
+    """Refuse at save time what could not be read back without running code."""
+    try:
+        decode(payload)
+    except Exception as error:
+        raise StateError(
+            "checkpoint: expected client_state and tracked objects of plain values (numbers, text,"
+            " lists, dicts, tensors), got something that needs code to be read back"
+            f" ({str(error).splitlines()[0]}). Save its state_dict instead."
+        ) from error
