@@ -10,7 +10,7 @@ from pathlib import Path
 import cffi
 
 ROOT = Path(__file__).resolve().parent
-HEADERS = ["aio/aio.h", "simd/simd.h", "update/update.h"]
+HEADERS = ["aio/aio.h", "crc/crc.h", "simd/simd.h", "update/update.h"]
 CFLAGS = [
     "-std=c11", "-D_GNU_SOURCE", "-O2", "-Wall", "-Wextra", "-Werror", "-fvisibility=hidden", "-ffp-contract=off",
     "-fno-math-errno", "-pthread", *os.environ.get("OFFLOAD_CFLAGS", "").split(),

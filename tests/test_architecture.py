@@ -24,11 +24,11 @@ ROOT = Path(__file__).resolve().parent.parent
 LEVELS: tuple[frozenset[str], ...] = (
     frozenset({"cli", "integrations"}),
     frozenset({"engine"}),
-    frozenset({"checkpoint"}),  # the facade delegates to it
+    frozenset({"checkpoint", "interchange"}),  # the facade delegates to them
     frozenset({"runtime", "optim"}),
     frozenset({"schedule", "store", "memory"}),
     frozenset({"partition"}),
-    frozenset({"config", "metrics", "kernels", "threads"}),
+    frozenset({"config", "crc", "metrics", "kernels", "threads"}),
     frozenset({"errors"}),
 )
 RANK = {name: rank for rank, names in enumerate(LEVELS) for name in names}
