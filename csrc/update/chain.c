@@ -8,7 +8,7 @@
 
 #include "internal.h"
 
-static uint32_t num_held_slots(const update_pipeline *pipeline)
+static uint32_t num_preread(const update_pipeline *pipeline)
 {
     uint32_t count = 0;
     for (uint32_t i = 0; i < pipeline->num_slots; i++)
@@ -16,15 +16,58 @@ static uint32_t num_held_slots(const update_pipeline *pipeline)
     return count;
 }
 
-/* The most urgent waiting chunk.  Units that are not released never get the last slot: their release may depend on a
- * released unit's end (the next step's gradients need this step's weights), which must always find a way through. */
+uint32_t update_num_writing(const update_pipeline *pipeline)
+{
+    uint32_t count = 0;
+    for (uint32_t i = 0; i < pipeline->num_slots; i++)
+        count += pipeline->slots[i].state == SLOT_WRITING;
+    return count;
+}
+
+/* The most urgent waiting chunk.  Units that are not released get some of the slots, and never the last one: their release
+ * may depend on a released unit's end (the next step's gradients need this step's weights), which must always find a way
+ * through. */
 static struct heap *next_heap(update_pipeline *pipeline)
 {
     struct heap *open = &pipeline->open, *held = &pipeline->held;
     if (held->size > 0 && (open->size == 0 || update_more_urgent(&held->items[0], &open->items[0])) &&
-        num_held_slots(pipeline) + 1 < pipeline->num_slots)
+        num_preread(pipeline) < pipeline->num_preread)
         return held;
     return open->size > 0 ? open : NULL;
+}
+
+static uint32_t reads_of(const update_chunk *chunk)
+{
+    uint32_t roles = 0;
+    for (uint32_t role = 0; role < UPDATE_NUM_ROLES; role++)
+        if (!chunk->streams[role].host && chunk->streams[role].read_file)
+            roles |= 1u << role;
+    return roles;
+}
+
+/* Of the slot's reads, those that may be submitted now. */
+static uint32_t reads_allowed(const struct slot *slot)
+{
+    uint32_t roles = slot->unread;
+    for (uint32_t role = 0; role < UPDATE_NUM_ROLES; role++)
+        if (!slot_released(slot) && (slot_chunk(slot)->streams[role].flags & UPDATE_AFTER_RELEASE))
+            roles &= ~(1u << role);
+    return roles;
+}
+
+static uint32_t writes_of(const update_chunk *chunk)
+{
+    uint32_t roles = 0;
+    for (uint32_t role = 0; role < UPDATE_NUM_ROLES; role++)
+        if (chunk->streams[role].write_file)
+            roles |= 1u << role;
+    return roles;
+}
+
+static void raise_to(uint32_t *most, uint32_t count)
+{
+    if (*most < count)
+        *most = count;
 }
 
 static struct slot *admit_one(update_pipeline *pipeline)
@@ -38,8 +81,12 @@ static struct slot *admit_one(update_pipeline *pipeline)
     slot->job = item.job;
     slot->chunk = item.chunk;
     slot->sequence = pipeline->num_admitted++;
+    slot->state = SLOT_READING;
+    slot->unread = reads_of(slot_chunk(slot));
     item.job->active++;
     item.job->order[item.job->num_admitted++] = item.chunk;
+    if (!slot_released(slot))
+        raise_to(&item.job->stats.most_preread, num_preread(pipeline));
     return slot;
 }
 
@@ -52,6 +99,7 @@ void update_drop_slot(struct slot *slot)
     slot->state = SLOT_FREE;
     slot->next_free = pipeline->free_slots;
     pipeline->free_slots = slot;
+    pthread_cond_signal(&pipeline->work); /* one slot less in writing: another kernel may run */
 }
 
 static void chunk_written(struct slot *slot)
@@ -96,6 +144,21 @@ static void fail_transfer(const struct transfer *transfer, int op, int error, ui
     update_fail_job(transfer->slot->job, &told);
 }
 
+/* One transfer less in flight, or a thread less at work on the slot's step; with the last one the step has ended. */
+static void step_ended(struct slot *slot)
+{
+    if (--slot->pending > 0)
+        return;
+    if (slot->job->error.error) {
+        update_drop_slot(slot);
+    } else if (slot->state == SLOT_READING) {
+        slot->state = SLOT_READY;
+        pthread_cond_signal(&slot->pipeline->work);
+    } else {
+        chunk_written(slot);
+    }
+}
+
 /* The I/O queue's thread: one transfer has ended. */
 static void transfer_done(void *arg, int error, uint64_t bytes_done)
 {
@@ -110,32 +173,22 @@ static void transfer_done(void *arg, int error, uint64_t bytes_done)
         error = EIO;
     if (error)
         fail_transfer(transfer, reading ? AIO_READ : AIO_WRITE, error, bytes_done);
-    if (--slot->pending == 0) {
-        if (job->error.error) {
-            update_drop_slot(slot);
-        } else if (reading) {
-            slot->state = SLOT_READY;
-            pthread_cond_signal(&pipeline->work);
-        } else {
-            chunk_written(slot);
-        }
-    }
+    step_ended(slot);
     update_admit(pipeline);
     pthread_mutex_unlock(&pipeline->lock);
 }
 
-static uint32_t build_requests(struct slot *slot, int op, aio_request *requests)
+static uint32_t build_requests(struct slot *slot, int op, uint32_t roles, aio_request *requests)
 {
     const update_chunk *chunk = slot_chunk(slot);
     uint32_t count = 0;
     for (uint32_t role = 0; role < UPDATE_NUM_ROLES; role++) {
         const update_stream *stream = &chunk->streams[role];
-        const aio_file *file = op == AIO_WRITE ? stream->write_file : stream->host ? NULL : stream->read_file;
-        if (!file)
+        if (!(roles & 1u << role))
             continue;
         requests[count++] = (aio_request){
             .op = op,
-            .file = file,
+            .file = op == AIO_READ ? stream->read_file : stream->write_file,
             .buf = update_stream_memory(slot, role),
             .offset = op == AIO_READ ? stream->read_offset : stream->write_offset,
             .bytes = update_stream_bytes(chunk, role),
@@ -147,41 +200,65 @@ static uint32_t build_requests(struct slot *slot, int op, aio_request *requests)
     return count;
 }
 
-/* Give the slot to the I/O queue.  State and count are set before the lock is let go: the callbacks may come at once.
- * False: nothing to transfer. */
-static bool start_transfers(struct slot *slot, int op)
+/* While the drive writes, the processor has time. */
+static void sum_slot(struct slot *slot)
+{
+    uint64_t start = update_now_ns();
+    pthread_mutex_unlock(&slot->pipeline->lock);
+    update_add_sums(slot);
+    pthread_mutex_lock(&slot->pipeline->lock);
+    slot->job->stats.checksum_ns += update_now_ns() - start;
+}
+
+/* Give the slot to the I/O queue.  State and count are set before the lock is let go: the callbacks may come at once, and
+ * the slot must stay ours until we are through with it. */
+static void start_transfers(struct slot *slot, int op, uint32_t roles)
 {
     update_pipeline *pipeline = slot->pipeline;
     aio_request requests[UPDATE_NUM_ROLES];
-    uint32_t count = build_requests(slot, op, requests);
-    if (count == 0)
-        return false;
-    slot->pending = count;
+    uint32_t count = build_requests(slot, op, roles, requests);
+    slot->pending += count + 1;
     slot->state = op == AIO_READ ? SLOT_READING : SLOT_WRITING;
-    pthread_mutex_unlock(&pipeline->lock);
-    int rc = aio_submit(pipeline->queue, requests, count, NULL);
-    pthread_mutex_lock(&pipeline->lock);
-    if (rc < 0) { /* none was queued, so no callback comes: the slot is still ours */
-        fail_transfer(requests[0].arg, op, -rc, 0);
-        slot->pending = 0;
-        update_drop_slot(slot);
+    if (count > 0) {
+        pthread_mutex_unlock(&pipeline->lock);
+        int rc = aio_submit(pipeline->queue, requests, count, NULL);
+        pthread_mutex_lock(&pipeline->lock);
+        if (rc < 0) { /* none was queued, so no callback comes */
+            fail_transfer(requests[0].arg, op, -rc, 0);
+            slot->pending -= count;
+        }
     }
-    return true;
+    if (op == AIO_WRITE && slot->job->sums && !slot->job->error.error)
+        sum_slot(slot);
+    step_ended(slot);
+}
+
+static void start_reads(struct slot *slot)
+{
+    uint32_t roles = reads_allowed(slot);
+    slot->unread &= ~roles;
+    start_transfers(slot, AIO_READ, roles);
 }
 
 void update_admit(update_pipeline *pipeline)
 {
     struct slot *slot;
-    while ((slot = admit_one(pipeline)) != NULL) {
-        if (!start_transfers(slot, AIO_READ)) {
-            slot->state = SLOT_READY;
-            pthread_cond_signal(&pipeline->work);
-        }
+    while ((slot = admit_one(pipeline)) != NULL)
+        start_reads(slot);
+}
+
+void update_read_late(update_job *job)
+{
+    update_pipeline *pipeline = job->pipeline;
+    for (uint32_t i = 0; i < pipeline->num_slots && !job->error.error; i++) {
+        struct slot *slot = &pipeline->slots[i];
+        if (slot->job == job && slot->unread && slot_released(slot))
+            start_reads(slot);
     }
 }
 
 void update_write_slot(struct slot *slot)
 {
-    if (!start_transfers(slot, AIO_WRITE))
-        chunk_written(slot);
+    raise_to(&slot->job->stats.most_writing, update_num_writing(slot->pipeline) + 1);
+    start_transfers(slot, AIO_WRITE, writes_of(slot_chunk(slot)));
 }

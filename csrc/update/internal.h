@@ -3,6 +3,7 @@
  *   submit.c    a job: checked, copied, its chunks queued           heap.c   waiting chunks, earliest deadline first
  *   chain.c     admit -> reads -> ready; writes -> slot free        worker.c the update thread: ready -> kernel -> writes
  *   job.c       release, wait, cancel, results                      pipeline.c open, close
+ *   sums.c      checksums of what is being written
  *
  * One lock per pipeline guards all of it, jobs included.  It is never held during a kernel, nor while the I/O queue is
  * called: the queue's thread takes it in its callback.
@@ -21,9 +22,9 @@
 enum slot_state {
     SLOT_FREE,    /* nobody: on the free list */
     SLOT_READING, /* the I/O queue */
-    SLOT_READY,   /* nobody: everything is there, the unit may still have to be released */
+    SLOT_READY,   /* nobody: what may be read is there, the unit may still have to be released */
     SLOT_KERNEL,  /* the update thread */
-    SLOT_WRITING, /* the I/O queue */
+    SLOT_WRITING, /* the I/O queue; the update thread reads it too, for the checksums */
 };
 
 struct slot;
@@ -40,7 +41,8 @@ struct slot {
     struct slot *next_free;
     update_job *job; /* NULL when free */
     uint32_t chunk;
-    uint32_t pending; /* transfers in flight */
+    uint32_t pending; /* transfers in flight, and one for each thread that is still at work on the slot's step */
+    uint32_t unread;  /* bit i: role i is still to be read, after the release */
     uint64_t sequence; /* of the admission: breaks ties between equal deadlines */
     enum slot_state state;
     struct transfer transfers[UPDATE_NUM_ROLES];
@@ -62,6 +64,8 @@ struct heap {
 struct unit {
     uint32_t remaining; /* chunks not yet written */
     bool released;
+    uint64_t num_elems;
+    uint32_t *sums[UPDATE_GRAD]; /* one for each block of a role; NULL: none wanted */
 };
 
 struct update_job {
@@ -72,6 +76,8 @@ struct update_job {
     simd_adam_row *rows;
     struct unit *units;
     uint32_t *order; /* chunks as they were admitted */
+    uint64_t *starts; /* of each chunk, in elements of its unit */
+    uint32_t *sums;   /* of all units; written by the update thread alone, read when a unit has ended; NULL: none wanted */
     uint32_t num_chunks, num_segments, num_rows, num_units;
     uint32_t num_admitted;
     uint32_t remaining; /* chunks not yet written */
@@ -88,7 +94,7 @@ struct update_pipeline {
     pthread_t thread;
     aio_queue *queue;
     simd_pool *pool;
-    uint32_t num_slots, chunk_elems, grad_elem_bytes;
+    uint32_t num_slots, chunk_elems, grad_elem_bytes, num_preread, num_writing;
     struct slot *slots;
     struct slot *free_slots;
     struct heap open; /* waiting chunks of released units */
@@ -108,7 +114,9 @@ void update_heap_move(struct heap *heap, const update_job *job, uint32_t unit, s
 
 /* chain.c; the lock is held at the call and at the return */
 void update_admit(update_pipeline *pipeline); /* lets go of the lock while it submits */
-void update_write_slot(struct slot *slot);    /* lets go of the lock while it submits */
+void update_read_late(update_job *job);       /* lets go of the lock while it submits */
+void update_write_slot(struct slot *slot);    /* lets go of the lock while it submits and sums */
+uint32_t update_num_writing(const update_pipeline *pipeline);
 void update_drop_slot(struct slot *slot);
 void update_fail_job(update_job *job, const update_error *error);
 
@@ -120,7 +128,12 @@ void *update_stream_memory(const struct slot *slot, uint32_t role); /* where the
 uint64_t update_stream_bytes(const update_chunk *chunk, uint32_t role);
 void update_unref(update_pipeline *pipeline); /* the lock is held at the call, gone at the return */
 
+/* sums.c */
+bool update_init_sums(update_job *job);  /* false: no memory */
+void update_add_sums(struct slot *slot); /* without the lock */
+
 /* worker.c */
+uint64_t update_now_ns(void);
 void *update_worker(void *pipeline);
 
 #endif

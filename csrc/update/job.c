@@ -15,6 +15,7 @@ int update_release(update_job *job, uint32_t unit)
     for (uint32_t i = first; i < stop; i++)
         job->units[i].released = true;
     update_heap_move(&pipeline->held, job, unit, &pipeline->open);
+    update_read_late(job);
     pthread_cond_signal(&pipeline->work); /* chunks that were only waiting for this can run */
     update_admit(pipeline);               /* ... and others may have the slots that were kept from them */
     pthread_mutex_unlock(&pipeline->lock);

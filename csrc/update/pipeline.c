@@ -21,9 +21,9 @@ size_t update_slot_bytes(uint32_t chunk_elems, uint32_t grad_elem_bytes)
 void *update_stream_memory(const struct slot *slot, uint32_t role)
 {
     const update_pipeline *pipeline = slot->pipeline;
-    void *host = slot_chunk(slot)->streams[role].host;
-    if (host)
-        return host;
+    const update_stream *stream = &slot_chunk(slot)->streams[role];
+    if (stream->host && !(stream->flags & UPDATE_COPY_IN))
+        return stream->host;
     size_t before = 0; /* bytes per element of the roles in front */
     for (uint32_t other = 0; other < role; other++)
         before += role_elem_bytes(pipeline, other);
@@ -85,22 +85,35 @@ static int start_worker(update_pipeline *pipeline)
     return -rc;
 }
 
-int update_open(aio_queue *queue, void *slots, uint32_t num_slots, uint32_t chunk_elems, uint32_t grad_elem_bytes,
-                uint32_t num_threads, update_pipeline **out)
+static bool config_is_valid(const update_config *config)
 {
-    if (num_slots == 0 || num_threads == 0 || chunk_elems == 0 || chunk_elems % 2048 || (uintptr_t)slots % UPDATE_PAGE)
-        return -EINVAL;
-    if (grad_elem_bytes != 2 && grad_elem_bytes != 4)
+    return config->num_slots && config->num_threads && config->chunk_elems && config->chunk_elems % 2048 == 0 &&
+           (config->grad_elem_bytes == 2 || config->grad_elem_bytes == 4);
+}
+
+static void set_counts(update_pipeline *pipeline, const update_config *config)
+{
+    uint32_t num_slots = config->num_slots;
+    pipeline->num_slots = num_slots;
+    pipeline->chunk_elems = config->chunk_elems;
+    pipeline->grad_elem_bytes = config->grad_elem_bytes;
+    pipeline->num_preread = config->num_preread ? config->num_preread : num_slots / 2;
+    if (pipeline->num_preread > num_slots - 1)
+        pipeline->num_preread = num_slots - 1;
+    pipeline->num_writing = config->num_writing ? config->num_writing : num_slots - num_slots / 2;
+}
+
+int update_open(aio_queue *queue, void *slots, const update_config *config, update_pipeline **out)
+{
+    if (!config_is_valid(config) || (uintptr_t)slots % UPDATE_PAGE)
         return -EINVAL;
     update_pipeline *pipeline = calloc(1, sizeof *pipeline);
     if (!pipeline)
         return -ENOMEM;
     pipeline->queue = queue;
-    pipeline->num_slots = num_slots;
-    pipeline->chunk_elems = chunk_elems;
-    pipeline->grad_elem_bytes = grad_elem_bytes;
-    pipeline->slots = calloc(num_slots, sizeof *pipeline->slots);
-    int rc = pipeline->slots ? simd_pool_open(num_threads, &pipeline->pool) : -ENOMEM;
+    set_counts(pipeline, config);
+    pipeline->slots = calloc(pipeline->num_slots, sizeof *pipeline->slots);
+    int rc = pipeline->slots ? simd_pool_open(config->num_threads, &pipeline->pool) : -ENOMEM;
     if (rc) {
         free(pipeline->slots);
         free(pipeline);

@@ -5,38 +5,33 @@
 
 #include "internal.h"
 
-struct submission {
-    const update_chunk *chunks;
-    const update_segment *segments;
-    const simd_adam_row *rows;
-    const uint8_t *released;
-    uint32_t num_chunks, num_segments, num_rows, num_units;
-};
-
 static bool stream_is_valid(const update_pipeline *pipeline, const update_stream *stream, uint32_t role)
 {
     static const uint32_t widths[UPDATE_GRAD] = {2, 2, 4, 4};
+    bool copied = stream->flags & UPDATE_COPY_IN, late = stream->flags & UPDATE_AFTER_RELEASE;
+    if ((copied && !stream->host) || (late && (stream->host || !stream->read_file)))
+        return false;
     if (role != UPDATE_GRAD)
         return stream->elem_bytes == widths[role];
     if (stream->format > SIMD_F16 || stream->elem_bytes != (stream->format == SIMD_F32 ? 4u : 2u))
         return false;
-    return stream->host || stream->elem_bytes <= pipeline->grad_elem_bytes;
+    return (stream->host && !copied) || stream->elem_bytes <= pipeline->grad_elem_bytes;
 }
 
-static bool chunk_is_valid(const update_pipeline *pipeline, const struct submission *all, const update_chunk *chunk)
+static bool chunk_is_valid(const update_pipeline *pipeline, const update_work *work, const update_chunk *chunk)
 {
-    if (chunk->num_elems == 0 || chunk->num_elems > pipeline->chunk_elems || chunk->unit >= all->num_units)
+    if (chunk->num_elems == 0 || chunk->num_elems > pipeline->chunk_elems || chunk->unit >= work->num_units)
         return false;
-    if ((uint64_t)chunk->first_segment + chunk->num_segments > all->num_segments)
+    if ((uint64_t)chunk->first_segment + chunk->num_segments > work->num_segments)
         return false;
     for (uint32_t role = 0; role < UPDATE_NUM_ROLES; role++)
         if (!stream_is_valid(pipeline, &chunk->streams[role], role))
             return false;
     for (uint32_t i = 0; i < chunk->num_segments; i++) {
-        const update_segment *segment = &all->segments[chunk->first_segment + i];
+        const update_segment *segment = &work->segments[chunk->first_segment + i];
         if ((uint64_t)segment->start + segment->num_elems > chunk->num_elems)
             return false;
-        if (segment->row != UPDATE_COPY && segment->row >= all->num_rows)
+        if (segment->row != UPDATE_COPY && segment->row >= work->num_rows)
             return false;
     }
     return true;
@@ -57,32 +52,43 @@ static void free_memory(update_job *job)
     free(job->rows);
     free(job->units);
     free(job->order);
+    free(job->starts);
+    free(job->sums);
     free(job);
 }
 
-static update_job *copy_job(update_pipeline *pipeline, const struct submission *all)
+static update_job *copy_job(update_pipeline *pipeline, const update_work *work)
 {
     update_job *job = calloc(1, sizeof *job);
     if (!job)
         return NULL;
     job->pipeline = pipeline;
-    job->chunks = copy_of(all->chunks, all->num_chunks * sizeof *all->chunks);
-    job->segments = copy_of(all->segments, all->num_segments * sizeof *all->segments);
-    job->rows = copy_of(all->rows, all->num_rows * sizeof *all->rows);
-    job->units = calloc(all->num_units + 1u, sizeof *job->units);
-    job->order = calloc(all->num_chunks + 1u, sizeof *job->order);
-    if (!job->chunks || !job->segments || !job->rows || !job->units || !job->order) {
+    job->chunks = copy_of(work->chunks, work->num_chunks * sizeof *work->chunks);
+    job->segments = copy_of(work->segments, work->num_segments * sizeof *work->segments);
+    job->rows = copy_of(work->rows, work->num_rows * sizeof *work->rows);
+    job->units = calloc(work->num_units + 1u, sizeof *job->units);
+    job->order = calloc(work->num_chunks + 1u, sizeof *job->order);
+    job->starts = calloc(work->num_chunks + 1u, sizeof *job->starts);
+    if (!job->chunks || !job->segments || !job->rows || !job->units || !job->order || !job->starts) {
         free_memory(job);
         return NULL;
     }
-    job->num_chunks = job->remaining = all->num_chunks;
-    job->num_segments = all->num_segments;
-    job->num_rows = all->num_rows;
-    job->num_units = all->num_units;
-    for (uint32_t unit = 0; unit < all->num_units; unit++)
-        job->units[unit].released = all->released[unit] != 0;
-    for (uint32_t i = 0; i < all->num_chunks; i++)
-        job->units[job->chunks[i].unit].remaining++;
+    job->num_chunks = job->remaining = work->num_chunks;
+    job->num_segments = work->num_segments;
+    job->num_rows = work->num_rows;
+    job->num_units = work->num_units;
+    for (uint32_t unit = 0; unit < work->num_units; unit++)
+        job->units[unit].released = work->released[unit] != 0;
+    for (uint32_t i = 0; i < work->num_chunks; i++) {
+        struct unit *unit = &job->units[job->chunks[i].unit];
+        unit->remaining++;
+        job->starts[i] = unit->num_elems;
+        unit->num_elems += job->chunks[i].num_elems;
+    }
+    if ((work->flags & UPDATE_CHECKSUMS) && !update_init_sums(job)) {
+        free_memory(job);
+        return NULL;
+    }
     return job;
 }
 
@@ -105,15 +111,12 @@ static int enqueue(update_pipeline *pipeline, update_job *job)
     return 0;
 }
 
-int update_submit(update_pipeline *pipeline, const update_chunk *chunks, uint32_t num_chunks,
-                  const update_segment *segments, uint32_t num_segments, const simd_adam_row *rows, uint32_t num_rows,
-                  const uint8_t *released, uint32_t num_units, update_job **out)
+int update_submit(update_pipeline *pipeline, const update_work *work, update_job **out)
 {
-    struct submission all = {chunks, segments, rows, released, num_chunks, num_segments, num_rows, num_units};
-    for (uint32_t i = 0; i < num_chunks; i++)
-        if (!chunk_is_valid(pipeline, &all, &chunks[i]))
+    for (uint32_t i = 0; i < work->num_chunks; i++)
+        if (!chunk_is_valid(pipeline, work, &work->chunks[i]))
             return -EINVAL;
-    update_job *job = copy_job(pipeline, &all);
+    update_job *job = copy_job(pipeline, work);
     if (!job)
         return -ENOMEM;
     pthread_mutex_lock(&pipeline->lock);

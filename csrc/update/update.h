@@ -4,14 +4,19 @@
  *        | a free slot                     (slots bound the memory; a slot is held from admission to the end of its writes)
  *        v
  *   reads in flight --> ready, unit released? --> update thread: kernel per segment --> writes in flight --> slot free
+ *                         late reads --^                                    checksums of what is being written --^
  *
  * Reads and writes run on the caller's aio_queue; completions arrive on its thread, kernels run on the pipeline's own
  * update thread (with `num_threads` simd threads in all).  The first error stops admission of the job: in-flight transfers end, and
  * the job reports that error with its unit and role.
  *
- * Several jobs may be alive: they share the slots, in deadline order over all of them.  Chunks of units that are not
- * released never take the last free slot, so a released unit always gets through.  The caller submits a unit again
+ * Several jobs may be alive: they share the slots, in deadline order over all of them.  The caller submits a unit again
  * only when the job that updates it has ended for that unit: nothing here orders two jobs on the same bytes.
+ *
+ * A job may be submitted before its gradients exist: units that are not released read ahead into `num_preread` slots at
+ * most and never into the last one, so a released unit always gets through, whatever the order of releases.  Before its
+ * release, memory and files that a unit reads late (in `host`; with UPDATE_AFTER_RELEASE) may still be filled; from then
+ * until its end nobody else touches them.  The release orders them: what the releasing thread wrote, the kernel sees.
  *
  * Threads: every function of a job may be called from any thread until update_job_free; update_open, update_submit and
  * update_close from one at a time.  The pipeline is closed before its I/O queue.  A job may be freed after the pipeline.
@@ -31,18 +36,25 @@ enum update_role { UPDATE_PARAM = 0, UPDATE_MASTER_LO = 1, UPDATE_EXP_AVG = 2, U
 /* Where one role of one chunk comes from and goes to.  Exactly one of `host` / a slot holds it while the kernel runs. */
 typedef struct update_stream {
     void *host;                 /* resident: the kernel works here, in place, nothing is read; NULL: in a slot.
-                                   Holds at least the bytes of the elements, rounded up to 4096. */
+                                   Holds at least the bytes of the elements, rounded up to 4096.  Not looked at before the
+                                   unit's release. */
     const aio_file *read_file;  /* NULL with host == NULL: zero-filled (moments known to be zero) */
     uint64_t read_offset;
     const aio_file *write_file; /* NULL: not written */
     uint64_t write_offset;
     uint32_t elem_bytes;        /* 2 or 4 */
-    uint32_t format;            /* enum simd_format, of the gradient; 0 elsewhere */
+    uint16_t format;            /* enum simd_format, of the gradient; 0 elsewhere */
+    uint16_t flags;             /* enum update_stream_flags */
 } update_stream;
+
+enum update_stream_flags {
+    UPDATE_COPY_IN = 1,      /* `host` is a source, left as it is: copied into the slot when the kernel is about to run */
+    UPDATE_AFTER_RELEASE = 2 /* `read_file` is read when the unit is released, not before: it is still being written */
+};
 
 typedef struct update_chunk {
     uint64_t deadline;      /* smaller is more urgent: the unit's next use */
-    uint32_t unit;          /* 0 <= unit < num_units of the job */
+    uint32_t unit;          /* 0 <= unit < num_units of the job; the chunks of a unit stand in the order of its bytes */
     uint32_t num_elems;     /* 1 to chunk_elems of the pipeline; transfers are rounded up to 4096 bytes */
     uint32_t first_segment;
     uint32_t num_segments;
@@ -61,7 +73,10 @@ typedef struct update_stats {
     uint64_t read_bytes[UPDATE_NUM_ROLES];
     uint64_t write_bytes[UPDATE_NUM_ROLES];
     uint64_t elems;     /* through the kernel */
-    uint64_t kernel_ns; /* the update thread inside kernels */
+    uint64_t kernel_ns;   /* the update thread inside kernels */
+    uint64_t checksum_ns; /* ... and inside checksums */
+    uint32_t most_preread; /* the most slots that units which are not released held when this job got one of them */
+    uint32_t most_writing; /* the most slots in writing when this job began one of them */
 } update_stats;
 
 typedef struct update_error {
@@ -78,18 +93,38 @@ typedef struct update_error {
 typedef struct update_pipeline update_pipeline;
 typedef struct update_job update_job;
 
+typedef struct update_config {
+    uint32_t num_slots;       /* >= 1 */
+    uint32_t chunk_elems;     /* a multiple of 2048 */
+    uint32_t grad_elem_bytes; /* room for gradients in a slot: 2 or 4 bytes an element */
+    uint32_t num_threads;     /* of the kernels, >= 1 */
+    uint32_t num_preread;     /* slots that units which are not released may hold: num_slots - 1 at most; 0: half of all */
+    uint32_t num_writing;     /* slots whose writes may be in flight; kernels wait for more to end; 0: half of all, rounded
+                                 up, so that reads always find slots too */
+} update_config;
+
+#define UPDATE_CHECKSUMS 1u /* in `flags`: offer update_job_checksums */
+typedef struct update_work {
+    const update_chunk *chunks;
+    const update_segment *segments;
+    const simd_adam_row *rows;
+    const uint8_t *released; /* num_units flags; a unit with 0 runs up to its kernel and waits for update_release */
+    uint32_t num_chunks;
+    uint32_t num_segments;
+    uint32_t num_rows;
+    uint32_t num_units;
+    uint32_t flags;
+} update_work;
+
 /* Bytes of one slot for `chunk_elems` (a multiple of 2048): all roles, each 4096-aligned. */
 size_t update_slot_bytes(uint32_t chunk_elems, uint32_t grad_elem_bytes);
 /* `slots`: num_slots * slot_bytes, 4096-aligned, owned by the caller, outlives the pipeline. */
-int update_open(aio_queue *queue, void *slots, uint32_t num_slots, uint32_t chunk_elems, uint32_t grad_elem_bytes,
-                uint32_t num_threads, update_pipeline **out);
+int update_open(aio_queue *queue, void *slots, const update_config *config, update_pipeline **out);
 void update_close(update_pipeline *pipeline); /* cancels what is waiting, joins */
 
 #define UPDATE_ALL 0xffffffffu /* in place of a unit: all of the job */
-/* Copies chunks, segments and rows.  `released`: num_units flags; a unit with 0 runs up to its kernel and waits for update_release. */
-int update_submit(update_pipeline *pipeline, const update_chunk *chunks, uint32_t num_chunks,
-                  const update_segment *segments, uint32_t num_segments, const simd_adam_row *rows, uint32_t num_rows,
-                  const uint8_t *released, uint32_t num_units, update_job **out);
+/* Copies the arrays of `work`. */
+int update_submit(update_pipeline *pipeline, const update_work *work, update_job **out);
 int update_release(update_job *job, uint32_t unit); /* UPDATE_ALL: every unit; twice is once */
 /* unit < num_units: all chunks of that unit written; unit == UPDATE_ALL: the whole job.
  * 0; -ETIME (timeout_ns >= 0 and over); or -errno, told by update_job_error. */
@@ -98,6 +133,12 @@ void update_job_error(const update_job *job, update_error *out);
 void update_job_stats(const update_job *job, update_stats *out);
 /* The job's chunks (indices) in the order in which they got a slot.  Returns how many did; writes at most `capacity`. */
 uint32_t update_job_order(const update_job *job, uint32_t *chunks, uint32_t capacity);
+/* Of a unit that has ended: the crc32 (zlib's) of each MiB of what was written of `role`, counted from the first byte of
+ * the unit's first chunk; the last block ends with the last element, not with its padding.  Returns the number of blocks,
+ * 0 for a role that some chunk does not write, and writes at most `capacity`.
+ * -ENODATA: submitted without UPDATE_CHECKSUMS; -EAGAIN: the unit has not ended. */
+#define UPDATE_CHECKSUM_BYTES (1u << 20)
+int update_job_checksums(const update_job *job, uint32_t unit, uint32_t role, uint64_t *out, uint32_t capacity);
 /* Drop what has not started; in-flight transfers end.  The job then reports ECANCELED. */
 int update_cancel(update_job *job);
 void update_job_free(update_job *job); /* waits for the job's in-flight transfers */

@@ -4,7 +4,7 @@
 
 #include "internal.h"
 
-static uint64_t now_ns(void)
+uint64_t update_now_ns(void)
 {
     struct timespec now;
     clock_gettime(CLOCK_MONOTONIC, &now);
@@ -14,9 +14,11 @@ static uint64_t now_ns(void)
 static struct slot *next_ready(update_pipeline *pipeline)
 {
     struct slot *best = NULL;
+    if (update_num_writing(pipeline) >= pipeline->num_writing)
+        return NULL;
     for (uint32_t i = 0; i < pipeline->num_slots; i++) {
         struct slot *slot = &pipeline->slots[i];
-        if (slot->state != SLOT_READY || !slot_released(slot))
+        if (slot->state != SLOT_READY || slot->unread || !slot_released(slot))
             continue;
         uint64_t deadline = slot_chunk(slot)->deadline;
         uint64_t best_deadline = best ? slot_chunk(best)->deadline : 0;
@@ -26,13 +28,18 @@ static struct slot *next_ready(update_pipeline *pipeline)
     return best;
 }
 
-/* Here and not at admission, which may run on the I/O queue's thread. */
-static void fill_zeros(struct slot *slot)
+/* Here and not at admission, which may run on the I/O queue's thread, and may come before the unit's release. */
+static void fill_slot(struct slot *slot)
 {
     const update_chunk *chunk = slot_chunk(slot);
-    for (uint32_t role = 0; role < UPDATE_NUM_ROLES; role++)
-        if (!chunk->streams[role].host && !chunk->streams[role].read_file)
-            memset(update_stream_memory(slot, role), 0, update_stream_bytes(chunk, role));
+    for (uint32_t role = 0; role < UPDATE_NUM_ROLES; role++) {
+        const update_stream *stream = &chunk->streams[role];
+        void *memory = update_stream_memory(slot, role);
+        if (stream->flags & UPDATE_COPY_IN)
+            memcpy(memory, stream->host, update_stream_bytes(chunk, role));
+        else if (!stream->host && !stream->read_file)
+            memset(memory, 0, update_stream_bytes(chunk, role));
+    }
 }
 
 struct totals {
@@ -74,10 +81,10 @@ static void run_slot(struct slot *slot)
     update_job *job = slot->job;
     slot->state = SLOT_KERNEL;
     pthread_mutex_unlock(&slot->pipeline->lock);
-    fill_zeros(slot);
-    uint64_t start = now_ns();
+    fill_slot(slot);
+    uint64_t start = update_now_ns();
     struct totals totals = run_kernels(slot);
-    uint64_t spent = now_ns() - start;
+    uint64_t spent = update_now_ns() - start;
     pthread_mutex_lock(&slot->pipeline->lock);
     job->stats.kernel_ns += spent;
     job->stats.elems += totals.elems;

@@ -17,7 +17,15 @@ from _offload_native import lib
 from numpy.typing import NDArray
 
 import aio
-from offload.optim.pipeline import CHUNK, SEGMENT, UPDATE_COPY, UPDATE_ROLES, file_address
+from offload.optim.pipeline import (
+    AFTER_RELEASE,
+    CHUNK,
+    COPY_IN,
+    SEGMENT,
+    UPDATE_COPY,
+    UPDATE_ROLES,
+    file_address,
+)
 from offload.partition.unit import ELEM_BYTES, Role, Unit
 
 GRAD_FORMATS = {
@@ -33,7 +41,7 @@ class StreamPlace:
 
     A chunk with a host address is updated there, in place, and written from there; without one it
     is read into a slot; without either it starts as zeros.  Host memory holds each chunk's bytes
-    rounded up to 4096.
+    rounded up to 4096, and may be filled until the unit's release.
     """
 
     # Of the flat buffer; or (num_chunks,), one address per chunk, 0: none.
@@ -42,6 +50,8 @@ class StreamPlace:
     write: tuple[aio.File, int] | None = None
     elem_bytes: int = 0  # 0: the role's own
     format: int = 0  # enum simd_format, of the gradient
+    copy_in: bool = False  # host memory is left as it is: copied when the kernel is about to run
+    after_release: bool = False  # the file is read then, not before: it is still being written
 
     @classmethod
     def grad(
@@ -50,10 +60,11 @@ class StreamPlace:
         *,
         host_address: int | NDArray[np.uint64] | None = None,
         read: tuple[aio.File, int] | None = None,
+        after_release: bool = False,
     ) -> StreamPlace:
         """The place of gradients of type `dtype`."""
         elem_bytes, code = GRAD_FORMATS[dtype]
-        return cls(host_address, read, None, elem_bytes, code)
+        return cls(host_address, read, None, elem_bytes, code, after_release=after_release)
 
 
 @dataclass(frozen=True)
@@ -147,8 +158,12 @@ def _fill_stream(
         stream["host"] = place.host_address
     elif place.host_address:
         stream["host"] = offsets + np.uint64(place.host_address)
+    if place.copy_in:
+        stream["flags"][stream["host"] != 0] = COPY_IN
     if place.read is not None:
         file, offset = place.read
+        if place.after_release:
+            stream["flags"][stream["host"] == 0] = AFTER_RELEASE
         stream["read_file"] = file_address(file)
         stream["read_offset"] = offsets + np.uint64(offset)
     if place.write is not None:

@@ -3,6 +3,7 @@
     job = pipeline.submit(chunks, segments, rows, released)   nothing blocks
     job.release(unit)                                         its gradients are final
     job.wait(unit)                                            its new generation is written
+    job.checksums(unit)                                       ... and these are its blocks' sums
 
 One of the two files where pointers cross to C: arrays are checked here.  Threads: `UpdateJob` may
 be used from any thread; `UpdatePipeline` has one owner, `submit` may come from several threads.
@@ -32,11 +33,13 @@ from offload.partition.unit import STORE_ALIGN_BYTES, Role
 
 UPDATE_ROLES = (Role.PARAM, Role.MASTER_LO, Role.EXP_AVG, Role.EXP_AVG_SQ, Role.GRAD)
 UPDATE_COPY: int = lib.UPDATE_COPY  # a segment's row: copied through
+COPY_IN: int = lib.UPDATE_COPY_IN  # flags of a STREAM: see update.h
+AFTER_RELEASE: int = lib.UPDATE_AFTER_RELEASE
 _SIGNAL_POLL_S = 0.1  # a wait looks for Ctrl-C this often; the end of the wait itself is not polled
 
 STREAM = np.dtype(
     [("host", "<u8"), ("read_file", "<u8"), ("read_offset", "<u8"), ("write_file", "<u8"),
-     ("write_offset", "<u8"), ("elem_bytes", "<u4"), ("format", "<u4")]
+     ("write_offset", "<u8"), ("elem_bytes", "<u4"), ("format", "<u2"), ("flags", "<u2")]
 )  # fmt: skip
 CHUNK = np.dtype(
     [("deadline", "<u8"), ("unit", "<u4"), ("num_elems", "<u4"), ("first_segment", "<u4"),
@@ -53,6 +56,9 @@ class UpdateStats:
     write_bytes: Mapping[Role, int]
     num_elems: int  # through the kernel
     kernel_s: float
+    checksum_s: float
+    most_preread: int  # slots of units that were not released, when this job got one of them
+    most_writing: int  # slots in writing, when this job began one of them
     num_nonfinite: int  # segments whose updated master is not finite: an error of the step (T2)
 
 
@@ -139,8 +145,30 @@ class UpdateJob:
             write_bytes=dict(zip(UPDATE_ROLES, stats.write_bytes, strict=True)),
             num_elems=stats.elems,
             kernel_s=stats.kernel_ns * 1e-9,
+            checksum_s=stats.checksum_ns * 1e-9,
+            most_preread=stats.most_preread,
+            most_writing=stats.most_writing,
             num_nonfinite=error.nonfinite,
         )
+
+    def checksums(self, unit: int) -> dict[Role, NDArray[np.uint64]]:
+        """Return the crc32 of each MiB of every role that was written whole, for an ended unit.
+
+        Counted from the first element of the unit; the last block ends with the last trainable
+        element (`offload.crc.Tail` adds what lies behind).  In memory they are as the store keeps
+        them.  The job must have been submitted with `checksums=True`.
+        """
+        job = self._open()
+        sums: dict[Role, NDArray[np.uint64]] = {}
+        for number, role in enumerate(UPDATE_ROLES):
+            count = lib.update_job_checksums(job.native, _unit_index(unit), number, ffi.NULL, 0)
+            if count < 0:
+                raise StateError(f"update job: no checksums of {self._name(unit)}: {_WHY[count]}")
+            if count > 0:
+                sums[role] = np.empty(count, np.uint64)
+                out = ffi.cast("uint64_t *", ffi.from_buffer(sums[role]))
+                lib.update_job_checksums(job.native, unit, number, out, count)
+        return sums
 
     @property
     def admitted(self) -> list[int]:
@@ -189,6 +217,13 @@ class UpdateJob:
         return told
 
 
+_WHY = {
+    -errno.EINVAL: "expected a unit of this job.",
+    -errno.ENODATA: "expected a job submitted with checksums=True.",
+    -errno.EAGAIN: "it has not ended. Wait for it first.",
+}
+
+
 def _unit_index(unit: int | None) -> int:
     if unit is None:
         return int(lib.UPDATE_ALL)
@@ -209,8 +244,14 @@ class UpdatePipeline:
         chunk_elems: int,
         grad_elem_bytes: int,
         num_threads: int,
+        num_preread: int = 0,
+        num_writing: int = 0,
     ) -> None:
-        """Start the update thread.  `queue` and `slots` must stay open until close()."""
+        """Start the update thread.  `queue` and `slots` must stay open until close().
+
+        `num_preread` bounds the slots of units that are not released yet, `num_writing` those
+        whose writes are in flight; 0: half of the slots.
+        """
         memory = ffi.from_buffer(slots, require_writable=True)
         needed = num_slots * self.slot_bytes(chunk_elems, grad_elem_bytes)
         address = int(ffi.cast("uintptr_t", memory))
@@ -220,9 +261,8 @@ class UpdatePipeline:
                 f" got {len(memory):,} bytes at {address:#x}."
             )
         out = ffi.new("update_pipeline **")
-        status = lib.update_open(
-            queue.native, memory, num_slots, chunk_elems, grad_elem_bytes, num_threads, out
-        )
+        config = (num_slots, chunk_elems, grad_elem_bytes, num_threads, num_preread, num_writing)
+        status = lib.update_open(queue.native, memory, ffi.new("update_config *", config), out)
         if status < 0:
             raise StateError(
                 f"update pipeline: cannot open with {num_slots} slots of {chunk_elems:,} elements,"
@@ -250,22 +290,28 @@ class UpdatePipeline:
         *,
         unit_names: Sequence[str] = (),
         keep_alive: object = None,
+        checksums: bool = False,
     ) -> UpdateJob:
         """Queue the chunks; units whose flag is 0 run up to their kernel and wait for `release`.
 
         The arrays are copied.  Files and host buffers that the chunks name stay untouched by others
-        until their unit is waited for; `keep_alive` is held until the job is closed.
+        until their unit is waited for; host buffers, and files that are read after the release, may
+        be filled until then.  `keep_alive` is held until the job is closed.  `checksums` makes
+        `UpdateJob.checksums` possible.
         """
-        arrays = ((chunks, CHUNK), (segments, SEGMENT), (rows, ADAM_ROW), (released, np.uint8))
-        arguments: list[Any] = []
-        for array, dtype in arrays:
-            arguments += [_pointer(array, np.dtype(dtype)), len(array)]
+        arrays = (
+            (chunks, np.dtype(CHUNK)), (segments, np.dtype(SEGMENT)), (rows, np.dtype(ADAM_ROW)),
+            (released, np.dtype(np.uint8)),
+        )  # fmt: skip
+        pointers = [_pointer(array, dtype) for array, dtype in arrays]
+        flags = lib.UPDATE_CHECKSUMS if checksums else 0
+        work = ffi.new("update_work *", [*pointers, *(len(array) for array, _ in arrays), flags])
         out = ffi.new("update_job **")
         own = os.getpid() == self._pid  # before the lock: a fork may have copied it locked
         with self._lock if own else nullcontext():
             if not (own and self._finalizer.alive):
                 raise StateError("update pipeline: expected an open one, got a closed one.")
-            status = lib.update_submit(self._native, *arguments, out)
+            status = lib.update_submit(self._native, work, out)
         if status < 0:
             raise StateError(
                 f"update: expected chunks within their segments, rows and units, got an"

@@ -106,7 +106,8 @@ static update_job *submit(uint32_t submitter, uint32_t round, enum ending ending
     if (ending == BAD_WRITE)
         chunks[round % NUM_CHUNKS].streams[UPDATE_EXP_AVG].write_file = &closed_file;
     update_job *job = NULL;
-    CHECK(update_submit(pipeline, chunks, NUM_CHUNKS, segments, NUM_CHUNKS, &row, 1, released, NUM_UNITS, &job) == 0);
+    update_work work = {chunks, segments, &row, released, NUM_CHUNKS, NUM_CHUNKS, 1, NUM_UNITS, UPDATE_CHECKSUMS};
+    CHECK(update_submit(pipeline, &work, &job) == 0);
     return job;
 }
 
@@ -172,7 +173,8 @@ int main(int argc, char **argv)
         return 3;
     }
     CHECK(posix_memalign(&slots, 4096, NUM_SLOTS * update_slot_bytes(CHUNK_ELEMS, 4)) == 0);
-    CHECK(update_open(queue, slots, NUM_SLOTS, CHUNK_ELEMS, 4, 2, &pipeline) == 0);
+    update_config update = {.num_slots = NUM_SLOTS, .chunk_elems = CHUNK_ELEMS, .grad_elem_bytes = 4, .num_threads = 2};
+    CHECK(update_open(queue, slots, &update, &pipeline) == 0);
     pthread_t threads[NUM_SUBMITTERS];
     for (uintptr_t i = 0; i < NUM_SUBMITTERS; i++)
         pthread_create(&threads[i], NULL, run_jobs, (void *)i);
