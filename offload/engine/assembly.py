@@ -18,7 +18,7 @@ from torch import nn
 
 from offload import kernels
 from offload.config import EngineConfig
-from offload.errors import ConfigError
+from offload.errors import ConfigError, StoreError
 from offload.memory.slab import Region, Slab, Slots
 from offload.partition.unit import STATE_ROLES, Role, Unit
 from offload.runtime.discover import Discovery, discover
@@ -183,6 +183,7 @@ def open_store(blueprint: Blueprint) -> tuple[Store, bool]:
         resume = exists(config.nvme_path, name)
     if resume:
         store = Store.open(config.nvme_path, name, layout=layout, durability=config.durability)
+        _check_sides(store, config.durability)
         return store, True
     extents = [UnitExtents.of(unit) for unit in blueprint.units]
     store = Store.create(
@@ -191,6 +192,17 @@ def open_store(blueprint: Blueprint) -> tuple[Store, bool]:
         fresh=resume is False, scratch_bytes=spill_bytes(blueprint),
     )  # fmt: skip
     return store, False
+
+
+def _check_sides(store: Store, durability: str) -> None:
+    """Refuse to promise more than a store with one side can keep."""
+    if store.manifest.num_sides == 1 and durability != "none":
+        store.close()
+        raise StoreError(
+            f"store {store.folders[0]}: expected two sides for durability={durability!r}, got one:"
+            ' it was made with durability="none". Go on with that (--durability none --resume), or'
+            " save a checkpoint and load it into a new store (--fresh)."
+        )
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ def describe(parts: Parts) -> str:
     lines = [
         f"model     {num:,} parameters in {len(units)} units, {moves} moves, {computes} computes;"
         f" state {_size(state)} ({_size(state + 2 * num)} with gradients)",
-        f"disk      {folder}: {_size(parts.ground.store.disk_bytes)} in two sides;"
+        f"disk      {folder}: {_size(parts.ground.store.disk_bytes)} in {_sides(parts)};"
         f" {'resumed' if parts.ground.resumed else 'new'}, generation {found};"
         f" {_size(12 * trainable)} written per step",
         f"host      {_size(placement.total_bytes)}: {placement.fetch_slots} fetch,"
@@ -38,6 +38,12 @@ def describe(parts: Parts) -> str:
     ]
     lines += [f"left      {reason}" for reason in blueprint.found.left_alone]
     return "\n".join(lines)
+
+
+def _sides(parts: Parts) -> str:
+    if parts.ground.store.manifest.num_sides == 1:
+        return "one side, which a crash loses"
+    return "two sides"
 
 
 def _largest(units: tuple[Unit, ...]) -> str:

@@ -4,11 +4,14 @@
     is written pending --job ended and late state captured--> commit --> committed
 
 One step is pending at most: its successor's first write waits for the commit (DESIGN D7).
+A commit that flushes runs on a thread of its own, behind the next forward; `finish` waits for it.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,6 +70,7 @@ class Ledger:
         self.metrics = metrics
         self._capture_late = capture_late
         self._pending: Pending | None = None
+        self._commit: Future[None] | None = None  # under way, on a thread of its own
         self.zero_moments = set(units)  # units whose moments were never written
         self.sides = dict.fromkeys(units, 0)
         self._clock = 0
@@ -96,9 +100,10 @@ class Ledger:
 
     @property
     def generation(self) -> int:
-        """The last generation that was submitted."""
+        """The last generation that was submitted; waits for a commit that is under way."""
         if self._pending is not None:
             return self._pending.generation
+        self.finish()
         return self.store.committed.generation if self.store.committed else -1
 
     def wait(self, unit: int) -> None:
@@ -123,20 +128,26 @@ class Ledger:
         self.poll()
 
     def poll(self) -> None:
-        """Commit if everything is there; never waits."""
+        """Commit if everything is there; never waits, not even for the drive's flush."""
         pending = self._pending
         if pending is None or pending.late is None:
             return
         if all(job.done() for job in pending.jobs):
-            self.finish()
+            self._end_update(pending, beside=self.store.generations.flushes)
 
     def finish(self) -> None:
-        """Wait for the pending update and commit it."""
+        """Wait for the pending update and its commit; raises what went wrong with either."""
         pending = self._pending
-        if pending is None:
-            return
-        for job in pending.jobs:
-            job.wait()
+        if pending is not None:
+            for job in pending.jobs:
+                job.wait()
+            self._end_update(pending, beside=False)
+        if self._commit is not None:
+            self._commit.result()
+            self._commit = None
+
+    def _end_update(self, pending: Pending, *, beside: bool) -> None:
+        """Close the jobs, which have ended, and commit; `beside`: on a thread of its own."""
         if pending.late is None:
             pending.late = self._capture_late()
         error = _not_finite(pending)
@@ -146,14 +157,21 @@ class Ledger:
             raise error
         tracked = {**pending.state["tracked"], **pending.late}
         payload = encode({**pending.state, "tracked": tracked})
+
+        def commit() -> None:
+            self.store.commit(
+                sides=pending.sides, generation=pending.generation, payload=payload
+            )  # fmt: skip
+
         with uninterrupted():
             for job in pending.jobs:
                 account(job, self.metrics)
                 job.close()
-            self.store.commit(
-                sides=pending.sides, generation=pending.generation, payload=payload
-            )  # fmt: skip
             self._pending = None
+            if beside:
+                self._commit = run_beside(commit)
+            else:
+                commit()
 
     def commit_edit(
         self, sides: Mapping[str, int], payload: bytes, *,
@@ -186,6 +204,25 @@ class Ledger:
             for job in self._pending.jobs:
                 job.close()
             self._pending = None
+        if self._commit is not None:
+            self._commit.exception()  # nobody may close the store under it
+            self._commit = None
+
+
+def run_beside(action: Callable[[], None]) -> Future[None]:
+    """Run `action` on a thread of its own; the future has its error."""
+    future: Future[None] = Future()
+
+    def run() -> None:
+        try:
+            action()
+        except BaseException as error:
+            future.set_exception(error)
+        else:
+            future.set_result(None)
+
+    threading.Thread(target=run, name="commit").start()
+    return future
 
 
 def account(job: UpdateJob, metrics: Metrics) -> None:

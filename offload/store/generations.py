@@ -48,6 +48,11 @@ class Generations:
         self._refusal: str | None = None  # why nothing more may be committed
         self._broken = False  # a write or flush of our own failed: touch nothing
 
+    @property
+    def flushes(self) -> bool:
+        """True when a commit waits for the drive: let it run beside compute."""
+        return self._durability == "step"
+
     def adopt(self, record: Record) -> None:
         """Start from the generation that `open` found."""
         self.committed, self._begun = record, False
@@ -131,7 +136,7 @@ class Generations:
             checksums=sums,
             payload=changes.payload,
             durability=self._durability,
-            flushed=self._durability == "step",
+            flushed=self.flushes,
             boot_id=boot_id(),
         )
 
