@@ -13,6 +13,7 @@ from __future__ import annotations
 import datetime
 import json
 import shutil
+import signal
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -34,6 +35,7 @@ class Settings:
 
     engines: str
     peer_python: str
+    peer_extensions: str
     width: int
     depth: int
     vocab: int
@@ -116,7 +118,13 @@ def progress(run: Run, warmup: int) -> None:
 def run_rounds(settings: Settings, shape: Shape) -> list[Run]:
     """Every engine once per round; all files are removed whatever happens."""
     folder = settings.folder.resolve() / "bench-step"
-    launcher = Launcher(folder, settings.peer_python, settings.held * 10**6, settings.timeout)
+    launcher = Launcher(
+        folder=folder,
+        peer_python=settings.peer_python,
+        peer_extensions=settings.peer_extensions,
+        held_bytes_per_s=settings.held * 10**6,
+        timeout_s=settings.timeout,
+    )
     engines = chosen_engines(settings)
     runs = []
     try:
@@ -134,7 +142,7 @@ def run_rounds(settings: Settings, shape: Shape) -> list[Run]:
 def told_facts(settings: Settings, shape: Shape, runs: list[Run]) -> dict[str, Any]:
     """What a reader needs to repeat the run; paths of this machine are left out."""
     options = {**asdict(settings), "products": shape.products}
-    for hidden in ("peer_python", "folder", "as_json", "save", "theme"):
+    for hidden in ("peer_python", "peer_extensions", "folder", "as_json", "save", "theme"):
         del options[hidden]
     versions = {
         run.engine: run.events["imported"]["version"] for run in runs if "imported" in run.events
@@ -159,6 +167,12 @@ def result_stem(settings: Settings) -> Path:
 @click.command(help=__doc__)
 @click.option("--engines", default="torch,offload,deepspeed", show_default=True)
 @click.option("--peer-python", default="", help="Interpreter with DeepSpeed; skipped without.")
+@click.option(
+    "--peer-extensions",
+    envvar="TORCH_EXTENSIONS_DIR",
+    default="",
+    help="Folder of the peer's compiled operators (TORCH_EXTENSIONS_DIR); compiled there once.",
+)
 @click.option("--width", default=1024, show_default=True)
 @click.option("--depth", default=8, show_default=True)
 @click.option("--vocab", default=8192, show_default=True)
@@ -184,6 +198,7 @@ def result_stem(settings: Settings) -> Path:
 @click.option("--theme", default="", help="Name of the result files; default step[-heldN].")
 def main(**options: Any) -> None:
     settings = Settings(**options)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that everything is removed
     shape = settings.shape()
     try:
         runs = run_rounds(settings, shape)

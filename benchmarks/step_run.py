@@ -7,9 +7,11 @@ A child that fails gives a Run with `error`; the benchmark shows it and goes on.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -42,12 +44,18 @@ class Run:
     error: str = ""
 
 
+def _kill_group(child: subprocess.Popen) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(child.pid, signal.SIGKILL)
+
+
 @dataclass(frozen=True)
 class Launcher:
     """Where and how children run: the folder on the disk under test, the limit, the peer."""
 
     folder: Path
     peer_python: str
+    peer_extensions: str
     held_bytes_per_s: int
     timeout_s: float
     probe_s: float = 1.0
@@ -94,8 +102,10 @@ class Launcher:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         tools = str(Path(self.peer_python).parent)
+        extensions = {"TORCH_EXTENSIONS_DIR": self.peer_extensions} if self.peer_extensions else {}
         return {
             **os.environ,
+            **extensions,
             "DS_ACCELERATOR": "cpu",
             "RANK": "0",
             "LOCAL_RANK": "0",
@@ -120,18 +130,19 @@ class Launcher:
             pass_fds=[writer],
             env=self._environment(job["engine"]),
             cwd=self.folder,
+            start_new_session=True,
         )
         os.close(writer)
-        watchdog = threading.Timer(self.timeout_s, child.kill)
+        watchdog = threading.Timer(self.timeout_s, _kill_group, [child])
         watchdog.daemon = True
         watchdog.start()
         try:
             with os.fdopen(reader) as lines:
                 yield child, lines
+            child.wait()
         finally:
             watchdog.cancel()
-            if sys.exc_info()[0] is not None:
-                child.kill()
+            _kill_group(child)  # after a normal end only what it left behind, such as compilers
             child.wait()
 
     def _follow(self, run: Run, job: dict[str, Any], disk: HeldDisk | None) -> None:
