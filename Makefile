@@ -37,7 +37,7 @@ bench: $(VENV)/.ready-bench
 
 # The sanitizers watch the C code under the tests that drive it hardest; tests that start a sanitized program of their own
 # are part of the other suites. `build/<name>` shadows the normal extension: -P keeps the working folder off the path.
-# What else pip left in build/ goes, or a later install would take it. LeakSanitizer is off, since the interpreter keeps memory at exit by design. 
+# What else pip left in build/ goes, or a later install would take it. LeakSanitizer is off, since the interpreter keeps memory at exit by design.
 # setarch: address randomisation of newer kernels leaves no room for the shadow memory of older libtsan.
 SANITIZED_TESTS ?= tests/aio tests/simd
 SANITIZED = $(BIN)/python -P -m pytest -k "not sanitizer" -m "not slow and not gpu" --timeout=900 $(SANITIZED_TESTS)

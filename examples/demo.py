@@ -22,6 +22,7 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 STATE_BYTES_PER_PARAM = 12  # bf16 weight, low half of the master, two fp32 moments
+OVERHEAD_BYTES = 200_000_000  # 150 MB that DESIGN allows and 50 MB of activations
 SAMPLE_INTERVAL_S = 0.02
 MIB = 1 << 20
 PRIVATE = ("RssAnon:", "RssShmem:", "HugetlbPages:")
@@ -45,13 +46,14 @@ class Demo:
 
 
 class PeakMemory(threading.Thread):
-    """Greatest RssAnon + RssShmem of a process, sampled until `stop()`."""
+    """Greatest private memory of a process until `stop()`: before and since `mark` exists."""
 
-    def __init__(self, pid: int) -> None:
+    def __init__(self, pid: int, mark: Path) -> None:
         super().__init__(daemon=True)
         self._status = Path(f"/proc/{pid}/status")
+        self._mark = mark
         self._ended = threading.Event()
-        self.peak_bytes = 0
+        self.before_bytes = self.since_bytes = 0
 
     def run(self) -> None:
         while not self._ended.wait(SAMPLE_INTERVAL_S):
@@ -59,15 +61,18 @@ class PeakMemory(threading.Thread):
 
     def sample(self) -> None:
         try:
-            self.peak_bytes = max(self.peak_bytes, private_bytes(self._status.read_text()))
+            now = private_bytes(self._status.read_text())
         except OSError:
-            pass  # it has ended
+            return  # it has ended
+        if self._mark.exists():
+            self.since_bytes = max(self.since_bytes, now)
+        else:
+            self.before_bytes = max(self.before_bytes, now)
 
-    def stop(self) -> int:
+    def stop(self) -> None:
         self._ended.set()
         self.join()
         self.sample()
-        return self.peak_bytes
 
 
 def private_bytes(status: str) -> int:
@@ -76,26 +81,27 @@ def private_bytes(status: str) -> int:
     return sum(int(row[1]) * 1024 for row in rows if row and row[0] in PRIVATE)
 
 
-def peak_of(command: list[str]) -> tuple[int, int]:
-    """Run `command` to its end; return its exit status and its peak of private memory."""
+def watch(command: list[str], mark: Path) -> tuple[int, PeakMemory]:
+    """Run `command` to its end; return its exit status and its peaks."""
     with subprocess.Popen(command) as child:
-        memory = PeakMemory(child.pid)
+        memory = PeakMemory(child.pid, mark)
         memory.start()
         try:
             status = child.wait()
         except KeyboardInterrupt:
             status = child.wait()  # Ctrl-C reached the child too: let it leave in order
-        return status, memory.stop()
+        memory.stop()
+        return status, memory
 
 
 def import_peak() -> int:
     """Private memory of a process that has imported everything and done nothing."""
     code = f"import sys; sys.path.insert(0, {str(HERE)!r}); import train_lm, offload, matplotlib"
     code += "; import time; time.sleep(0.2)"  # a few samples
-    status, peak = peak_of([sys.executable, "-c", code])
+    status, memory = watch([sys.executable, "-c", code], mark=HERE)
     if status:
         sys.exit("demo: the packages cannot be imported; run `make clean` and `make demo` again.")
-    return peak
+    return memory.since_bytes
 
 
 @dataclass(frozen=True)
@@ -105,8 +111,9 @@ class Outcome:
     demo: Demo
     final: dict[str, Any]
     steps: list[dict[str, Any]]
-    peak: int
-    baseline: int
+    peak: int  # while training
+    construction: int  # peak before: the model is made in memory, then handed over
+    baseline: int  # of the imports
 
     @property
     def state_bytes(self) -> int:
@@ -115,6 +122,10 @@ class Outcome:
     @property
     def ratio(self) -> float:
         return self.state_bytes / self.demo.budget_bytes
+
+    @property
+    def above(self) -> int:
+        return self.peak - self.baseline
 
     def lines(self) -> Iterator[tuple[str, str]]:
         final, num_steps = self.final, len(self.steps)
@@ -127,9 +138,10 @@ class Outcome:
         budgets = f"host {self.demo.host_mib} MiB, device {self.demo.device_mib} MiB"
         yield "both budgets", f"{mb(self.demo.budget_bytes)}: {budgets}"
         yield "state / budgets", f"{self.ratio:.2f}"
-        yield "peak memory", f"{mb(self.peak)} measured from outside"
-        above = "activations and working memory of torch included"
-        yield "  above imports", f"{mb(self.peak - self.baseline)}, {above}"
+        yield "peak memory", f"{mb(self.peak)} while training, measured from outside"
+        yield "  above imports", f"{mb(self.above)}: budgets, activations, torch's working memory"
+        made = "the model is made in memory, 4 bytes a parameter, and handed over"
+        yield "  before", f"{mb(self.construction)}: {made}"
         yield "disk, mean step", f"read {mb(moved[0])}, written {mb(moved[1])}"
         yield "  per parameter", f"{per_param[0]:.1f} + {per_param[1]:.1f} bytes"
         seconds = statistics.median(row["seconds"] for row in self.steps)
@@ -140,8 +152,9 @@ class Outcome:
     def broken_promises(self) -> Iterator[str]:
         if self.ratio < 3:
             yield f"state / budgets: expected at least 3, got {self.ratio:.2f}"
-        if self.peak - self.baseline >= self.state_bytes:
-            yield f"peak memory above imports: expected less than the state, got {mb(self.peak)}"
+        most = self.demo.budget_bytes + OVERHEAD_BYTES
+        if self.above > most:
+            yield f"peak memory above imports: expected at most {mb(most)}, got {mb(self.above)}"
         if self.final["validation_loss"] >= self.final["unigram_entropy"]:
             yield "validation loss: expected less than the unigram entropy"
 
@@ -150,10 +163,10 @@ def mb(num_bytes: int) -> str:
     return f"{num_bytes / 1e6:.0f} MB"
 
 
-def read_outcome(demo: Demo, out: Path, *, peak: int, baseline: int) -> Outcome:
-    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+def read_outcome(demo: Demo, numbers: Path, *, memory: PeakMemory, baseline: int) -> Outcome:
+    rows = [json.loads(line) for line in numbers.read_text().splitlines()]
     steps = [row for row in rows if "read_bytes" in row]
-    return Outcome(demo, rows[-1], steps, peak, baseline)
+    return Outcome(demo, rows[-1], steps, memory.since_bytes, memory.before_bytes, baseline)
 
 
 def main() -> None:
@@ -163,18 +176,21 @@ def main() -> None:
     demo = Demo()
     nvme = folder / "nvme"
     nvme.mkdir(parents=True, exist_ok=True)
+    numbers = folder / "metrics.jsonl"  # the run makes it when the engine stands
+    numbers.unlink(missing_ok=True)
     baseline = import_peak()
-    status, peak = peak_of(
+    status, memory = watch(
         [
             *(sys.executable, "-m", "offload.cli.train", "--nvme", str(nvme), "--fresh"),
             *("--host-memory", f"{demo.host_mib}MiB", "--device-memory", f"{demo.device_mib}MiB"),
             *(str(HERE / "train_lm.py"), "--out", str(folder), *demo.arguments),
-        ]
+        ],
+        mark=numbers,
     )
     if status:
         sys.exit(status)
     shutil.rmtree(nvme)  # 2.4 GB that nobody needs any more
-    outcome = read_outcome(demo, folder, peak=peak, baseline=baseline)
+    outcome = read_outcome(demo, numbers, memory=memory, baseline=baseline)
     for name, value in outcome.lines():
         print(f"{name:<16} {value}")
     broken = list(outcome.broken_promises())
