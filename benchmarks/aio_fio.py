@@ -6,6 +6,7 @@ The same file and offsets as ours: `mixed` reads the first half while a second j
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,7 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 HUGE_PAGES = Path("/proc/sys/vm/nr_hugepages")
-NUM_HUGE_PAGES = 160  # 2 MiB each: fio's largest setting, twice, and our own buffer
+MEMORY = Path("/proc/meminfo")
+NUM_HUGE_PAGES = 160  # 2 MiB each
 
 
 @dataclass(frozen=True)
@@ -51,14 +53,20 @@ def huge_pages() -> Iterator[bool]:
     """Reserve huge pages (root); False: fio must do with ordinary ones, and is a straw man."""
     before = HUGE_PAGES.read_text()
     try:
-        HUGE_PAGES.write_text(str(NUM_HUGE_PAGES))
-    except OSError:
-        yield int(before) >= NUM_HUGE_PAGES
-        return
-    try:
-        yield int(HUGE_PAGES.read_text()) >= NUM_HUGE_PAGES
+        yield _top_up()
     finally:
-        HUGE_PAGES.write_text(before)
+        if os.access(HUGE_PAGES, os.W_OK):
+            HUGE_PAGES.write_text(before)
+
+
+def _top_up() -> bool:
+    """Make NUM_HUGE_PAGES free ones; other processes take some whenever there are any."""
+    fields = dict(line.split(":") for line in MEMORY.read_text().splitlines())
+    total, free = (int(fields[f"HugePages_{key}"]) for key in ("Total", "Free"))
+    if free < NUM_HUGE_PAGES and os.access(HUGE_PAGES, os.W_OK):
+        HUGE_PAGES.write_text(str(total - free + NUM_HUGE_PAGES))
+        free = NUM_HUGE_PAGES
+    return free >= NUM_HUGE_PAGES
 
 
 def run_fio(
@@ -68,7 +76,7 @@ def run_fio(
     common = [
         "fio", f"--filename={path}", f"--bs={setting.block_bytes}", f"--iodepth={setting.depth}",
         f"--ioengine={setting.engine}", "--direct=1", "--thread", "--fallocate=none",
-        "--overwrite=1", "--allow_file_create=0", "--output-format=json",
+        "--overwrite=1", "--scramble_buffers=0", "--allow_file_create=0", "--output-format=json",
         *(["--iomem=mmaphuge"] if huge else []), *(["--fixedbufs=1"] if setting.fixed else []),
     ]  # fmt: skip
     half = num_bytes // 2
@@ -80,11 +88,13 @@ def run_fio(
             "--name=w", "--rw=write", f"--offset={half}", f"--size={half}",
         ],
     }[operation]  # fmt: skip
+    if huge:
+        _top_up()
     # What stands before the first --name holds for every job.
     done = subprocess.run([*common, *jobs], capture_output=True, text=True, check=False)
     start = done.stdout.find("{")
     if done.returncode or start < 0:
-        raise RuntimeError(f"fio {operation}: {done.stderr.strip() or done.stdout.strip()}")
+        raise RuntimeError(f"{setting.name}, {operation}: {done.stderr or done.stdout[:start]}")
     return timing_of(json.loads(done.stdout[start:])["jobs"])
 
 

@@ -20,8 +20,7 @@ typedef struct context {
     aio_context_t id;
     int wake_fd;
     bool armed;
-    uint32_t max_blocks, in_flight;
-    uint32_t num_staged, num_failed;
+    uint32_t max_blocks, num_staged, num_failed;
     struct iocb *iocbs;    /* one a block, the last for the poll */
     struct iocb **staged;
     aio_completion *failed; /* refused by io_submit */
@@ -85,7 +84,6 @@ static int flush(context *c)
         long count = syscall(__NR_io_submit, (long)c->id, (long)(c->num_staged - sent), (long)(c->staged + sent));
         if (count > 0) {
             sent += (uint32_t)count;
-            c->in_flight += (uint32_t)count;
         } else if (count == 0 || errno == EAGAIN) {
             if (naps++ == MAX_NAPS)
                 error = -EBUSY;
@@ -116,7 +114,6 @@ static int libaio_wait(void *state, aio_completion *done)
     while (events < 0 && errno == EINTR);
     if (events < 0)
         return -errno;
-    c->in_flight -= (uint32_t)events;
     for (long i = 0; i < events; i++) {
         if (c->events[i].data) {
             done[count++] = (aio_completion){(aio_block *)(uintptr_t)c->events[i].data, c->events[i].res};
