@@ -9,8 +9,9 @@ from offload.errors import (
     StoreCorrupt,
     StoreError,
 )
+from offload.interchange.on_disk import on_disk_init
 
 __all__ = [
     "BudgetError", "ConfigError", "OffloadEngine", "OffloadError", "StateError", "StoreCorrupt",
-    "StoreError",
+    "StoreError", "on_disk_init",
 ]  # fmt: skip

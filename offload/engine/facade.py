@@ -21,23 +21,28 @@ import torch
 from torch import nn
 
 from offload.checkpoint.save import Saving
-from offload.config import make_config
+from offload.config import make_config, parse_bytes
 from offload.engine.assembly import plan
 from offload.engine.checkpoints import Checkpoints
 from offload.engine.connect import Captures, Parts, connect, module_buffers, take_over
 from offload.engine.describe import describe
+from offload.engine.exporting import exportable
 from offload.engine.generation import (
     Stateful,
     Tracked,
     capture_groups,
+    capture_late,
     capture_rng,
     check_groups,
     decode,
+    encode,
     restore_groups,
     restore_rng,
 )
 from offload.engine.step import Groups
 from offload.errors import ConfigError, OffloadError, StateError
+from offload.interchange.export import export_safetensors
+from offload.interchange.notes import ModelNotes
 from offload.metrics import Metrics
 from offload.optim.optimizer import OffloadOptimizer
 from offload.partition.unit import Role
@@ -70,12 +75,13 @@ class OffloadEngine:
         self._tracked = tracked = Tracked()
         self._micro_steps = 0
         self._saved_groups: list[dict[str, Any]] | None = None
-        me = weakref.ref(self)
+        self._notes = ModelNotes.of(model)
+        me, optimizer = weakref.ref(self), self.optimizer
         self._parts = connect(
             blueprint,
             Captures(
                 lambda: _state(_alive(me)),
-                lambda: tracked.capture(late=True),
+                lambda: capture_late(tracked, optimizer.param_groups),
                 Groups(lambda: _alive(me).optimizer.param_groups, lambda group: _names(me, group)),
             ),
         )
@@ -85,6 +91,8 @@ class OffloadEngine:
         self._parts.hooks.last_micro_step = config.gradient_accumulation_steps == 1
         if self.resumed:
             _resume(self)
+        else:
+            self._parts.ground.store.commit(sides={}, generation=0, payload=encode(_state(self)))
         if lr_scheduler is not None:
             self.track(lr_scheduler=lr_scheduler)
         for line in self.describe().splitlines():
@@ -147,6 +155,19 @@ class OffloadEngine:
         with self._parts.editor.gathered(_select(self, parameters)):
             yield
 
+    def export(
+        self, folder: str | os.PathLike[str], *,
+        dtype: torch.dtype | str | None = None, max_shard_size: int | str = "5GB",
+    ) -> None:  # fmt: skip
+        """Write weights and buffers as safetensors that `from_pretrained` reads, in bounded memory.
+
+        `dtype`: "bf16", "fp32" (the exact masters) or None: what moves.
+        """
+        self._check_open()
+        model = exportable(self._parts, self.module, dtype=dtype, notes=self._notes)
+        shard_bytes = parse_bytes(max_shard_size, "max_shard_size")
+        export_safetensors(model, Path(folder), max_shard_bytes=shard_bytes, progress=True)
+
     def describe(self) -> str:
         """What lives where, and what a step costs."""
         return describe(self._parts)
@@ -188,7 +209,7 @@ class OffloadEngine:
         if self._parts.keeper.has_gradients:
             _LOG.warning("save_checkpoint: gradients since the last step are not saved.")
         return self._checkpoints.save(
-            Path(directory), tag or f"global_step{self.global_step}", _full_state(self),
+            Path(directory), tag or f"global_step{self.global_step}", _state(self),
             client_state=client_state, keep=keep,
         )  # fmt: skip
 
@@ -247,6 +268,7 @@ class _EngineStepper:
         engine = _alive(self._engine)
         engine._check_open()
         parts = engine._parts
+        engine._checkpoints.saver.poll()
         parts.residency.discard_prefetches()
         parts.residency.evict_unused()
 
@@ -321,14 +343,9 @@ def _state(engine: OffloadEngine) -> dict[str, Any]:
         "groups": capture_groups(engine.optimizer.param_groups),
         "rng": capture_rng(),
         "buffers": module_buffers(engine.module),
-        "tracked": engine._tracked.capture(late=False),
+        "tracked": engine._tracked.capture(),
+        "model": engine._notes.encode(),
     }
-
-
-def _full_state(engine: OffloadEngine) -> dict[str, Any]:
-    """The state with what steps after step(), as it is now."""
-    state = _state(engine)
-    return {**state, "tracked": {**state["tracked"], **engine._tracked.capture(late=True)}}
 
 
 def _check_state(engine: OffloadEngine, saved: Mapping[str, Any]) -> None:
