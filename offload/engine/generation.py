@@ -1,7 +1,7 @@
 """What belongs to a generation beside the tensors in the store (DESIGN D1).
 
     at the end of step():    step counts, param_groups, buffers, RNG, tracked objects
-    at the next engine call: learning-rate schedulers, which step after step()
+    at the next engine call: learning-rate schedulers, which step after step(), and param_groups
 
 Encoded with torch.save and read with weights_only: no code runs when a store is opened.
 """
@@ -109,13 +109,23 @@ class Tracked:
             else:
                 self._saved[name] = state
 
-    def capture(self, *, late: bool) -> dict[str, Any]:
-        """Copies of the states of the schedulers (`late`) or of everything else."""
+    def capture(self, *, late: bool = False) -> dict[str, Any]:
+        """Copies of the states of all objects, or of those that step after step() (`late`)."""
         return {
             name: copy.deepcopy(item.state_dict())
             for name, item in self._objects.items()
-            if isinstance(item, LRScheduler) is late
+            if isinstance(item, LRScheduler) or not late
         }
+
+
+def capture_late(tracked: Tracked, groups: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """What steps after step(): schedulers, and the learning rates that they set."""
+    return {"tracked": tracked.capture(late=True), "groups": capture_groups(groups)}
+
+
+def with_late(state: Mapping[str, Any], late: Mapping[str, Any]) -> dict[str, Any]:
+    """Complete what was captured when step() returned by what was captured later."""
+    return {**state, **late, "tracked": {**state["tracked"], **late["tracked"]}}
 
 
 def encode(state: Mapping[str, Any]) -> bytes:

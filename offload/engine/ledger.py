@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
-from offload.engine.generation import encode
+from offload.engine.generation import encode, with_late
 from offload.engine.interrupts import uninterrupted
 from offload.errors import StateError
 from offload.metrics import Metrics
@@ -50,7 +50,7 @@ class Pending:
     sides: dict[str, int]
     generation: int
     state: dict[str, Any]  # captured when step() returned
-    late: dict[str, Any] | None = None  # schedulers, captured at the next engine call
+    late: dict[str, Any] | None = None  # what steps after step(), captured at the next engine call
 
     @property
     def jobs(self) -> list[UpdateJob]:
@@ -155,8 +155,7 @@ class Ledger:
             self.store.poison(error)
             self.abandon()
             raise error
-        tracked = {**pending.state["tracked"], **pending.late}
-        payload = encode({**pending.state, "tracked": tracked})
+        payload = encode(with_late(pending.state, pending.late))
 
         def commit() -> None:
             self.store.commit(
