@@ -134,8 +134,9 @@ class Disk:
             write_depth=setting.depth,
         ) as queue:
             queue.register(self.buffer)
+            requests = list(self.transfers(operation, setting))
             start, cpu = time.perf_counter(), time.process_time()
-            tickets = queue.submit(list(self.transfers(operation, setting)))
+            tickets = queue.submit(requests)
             for ticket in reversed(tickets):  # one wake-up: the last one is the last to end
                 ticket.wait()
             end, cpu_end = time.perf_counter(), time.process_time()
