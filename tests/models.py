@@ -108,6 +108,17 @@ class Branching(Decoder):
         return self.norm(x)
 
 
+class VaryingUses(Decoder):
+    """Runs its last block once or three times, as the first token says."""
+
+    def hidden(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        times = 3 if int(tokens[0, 0]) % 2 else 1
+        for block in [*self.blocks, *[self.blocks[-1]] * (times - 1)]:
+            x = self.run_block(block, x)
+        return self.norm(x)
+
+
 class TorchAttention(nn.Module):
     """`nn.MultiheadAttention` reads `in_proj_weight`, `out_proj.weight` and calls no module."""
 
