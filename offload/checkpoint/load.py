@@ -9,7 +9,6 @@ damaged checkpoint is refused with the unit and the role, and changes nothing (t
 from __future__ import annotations
 
 import contextlib
-import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -90,9 +89,7 @@ def copy_into(store: Store, checkpoint: Checkpoint, *, backend: str) -> Loaded:
 
     def seal(job: CopyJob) -> None:
         unit = job.layout.unit
-        with aio.File(job.target, "r+", direct=False) as file:
-            durable.write_at(file.fileno(), bytes(job.sums), job.layout.checksum_offset)
-        sums[unit] = zlib.crc32(job.sums)
+        sums[unit] = checksum.seal(store.files, unit, sides[unit], job.sums)
 
     with _told_path(checkpoint.path):
         jobs = [_job(store, checkpoint, data, layout.unit) for layout in checkpoint.manifest.files]
@@ -112,7 +109,8 @@ def _job(store: Store, checkpoint: Checkpoint, data: files.DataFiles, unit: str)
     if checksum.is_sealed(record, unit):
         expected = checksum.read_sums(source, layout, record.checksums[unit])
     target = store.files.path(unit, store.spare(unit))
-    return CopyJob(layout, record.sides[unit], source, target, expected)
+    roles = checksum.compared_roles(layout, record.flags[unit])
+    return CopyJob(layout, record.sides[unit], source, target, roles, expected)
 
 
 def _told(found: Found) -> contextlib.AbstractContextManager[None]:

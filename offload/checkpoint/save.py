@@ -16,7 +16,6 @@ import logging
 import os
 import threading
 import time
-import zlib
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -195,7 +194,8 @@ class Saver:
         expected = None
         if checksum.is_sealed(plan.record, layout.unit):
             expected = checksum.read_sums(source, layout, plan.record.checksums[layout.unit])
-        return CopyJob(layout, side, source, target, expected)
+        roles = checksum.compared_roles(layout, plan.record.flags[layout.unit])
+        return CopyJob(layout, side, source, target, roles, expected)
 
     def _pin(self, plan: _Plan) -> bool:
         """Keep what is to be copied by further links; False where space or links lack."""
@@ -230,13 +230,13 @@ class Saver:
 
     def _write_data(self, plan: _Plan, depth: Depth, progress: Callable[[int], None]) -> None:
         flags, sums = dict(plan.record.flags), dict(plan.record.checksums)
+        data = files.DataFiles((plan.folder,), plan.manifest, read_only=True)
 
         def seal(job: CopyJob) -> None:
             unit = job.layout.unit
-            with _descriptor(job.target, os.O_WRONLY) as fd:
-                durable.write_at(fd, bytes(job.sums), job.layout.checksum_offset)
+            sums[unit] = checksum.seal(data, unit, job.side, job.sums)
+            with _descriptor(job.target, os.O_RDONLY) as fd:
                 durable.flush(fd)
-            sums[unit] = zlib.crc32(job.sums)
             flags[unit] |= UnitFlag.CHECKSUMS
 
         if plan.copied:

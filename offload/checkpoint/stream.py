@@ -9,16 +9,15 @@ drive and no more.
 from __future__ import annotations
 
 import contextlib
-import struct
-import zlib
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import aio
 from offload.errors import StoreCorrupt
-from offload.partition.unit import STORE_ALIGN_BYTES, round_up
+from offload.partition.unit import STORE_ALIGN_BYTES, Role, round_up
+from offload.store.checksum import BlockSums
 from offload.store.extents import CHECKSUM_BLOCK_BYTES, CHECKSUM_BYTES, SIDE_NAMES, FileLayout
 
 PIECE_BYTES = 4 * CHECKSUM_BLOCK_BYTES
@@ -46,14 +45,15 @@ class CopyJob:
     side: int  # of the source, for messages
     source: Path
     target: Path  # reserved, its header written
-    expected: bytes | None = None  # checksums that the data must have
-    sums: bytearray = field(default_factory=bytearray)  # checksums that it has
+    roles: Collection[Role]  # those whose data means something
+    expected: Mapping[Role, bytes] | None = None  # checksums that the data must have
+    sums: dict[Role, bytes] = field(default_factory=dict)  # checksums that it has
 
 
 @dataclass(frozen=True)
 class _Piece:
     job: CopyJob
-    role: str
+    role: Role
     first_block: int
     offset: int
     num_bytes: int  # of data
@@ -63,8 +63,9 @@ class _Piece:
 def pieces_of(job: CopyJob) -> Iterator[_Piece]:
     """Cut a unit's data into pieces of whole store blocks."""
     cuts = [
-        (role.value, place.offset, start, min(PIECE_BYTES, place.num_bytes - start))
+        (role, place.offset, start, min(PIECE_BYTES, place.num_bytes - start))
         for role, place in job.layout.roles.items()
+        if role in job.roles
         for start in range(0, place.num_bytes, PIECE_BYTES)
     ]
     for index, (role, offset, start, num_bytes) in enumerate(cuts):
@@ -123,11 +124,12 @@ class _Pump:
 
     def run(self, jobs: Iterable[CopyJob]) -> None:
         for job in jobs:
-            if not job.layout.num_blocks:
+            pieces = list(pieces_of(job))
+            if not pieces:
                 self._finished(job)
                 continue
             files = aio.File(job.source), aio.File(job.target, "r+")
-            for piece in pieces_of(job):
+            for piece in pieces:
                 while not self._slots:
                     self._advance()
                 self._read(piece, files)
@@ -167,15 +169,20 @@ class _Pump:
 
 def check(piece: _Piece, data: memoryview) -> None:
     """Add the checksums of a piece to its job's, and compare them with what is expected."""
-    job = piece.job
-    for start in range(0, piece.num_bytes, CHECKSUM_BLOCK_BYTES):
-        stop = min(start + CHECKSUM_BLOCK_BYTES, piece.num_bytes)
-        at = len(job.sums)
-        job.sums += struct.pack("<Q", zlib.crc32(data[start:stop]))
-        if job.expected is not None and job.sums[at:] != job.expected[at : at + CHECKSUM_BYTES]:
-            block = piece.first_block + start // CHECKSUM_BLOCK_BYTES
+    job, sums = piece.job, BlockSums()
+    sums.add(data[: piece.num_bytes])
+    found = sums.finish()
+    job.sums[piece.role] = job.sums.get(piece.role, b"") + found
+    if job.expected is None:
+        return
+    first = piece.first_block * CHECKSUM_BYTES
+    expected = job.expected[piece.role][first : first + len(found)]
+    for at in range(0, len(found), CHECKSUM_BYTES):
+        if found[at : at + CHECKSUM_BYTES] != expected[at : at + CHECKSUM_BYTES]:
+            block = piece.first_block + at // CHECKSUM_BYTES
+            start = at // CHECKSUM_BYTES * CHECKSUM_BLOCK_BYTES
             raise StoreCorrupt(
                 f"unit {job.layout.unit!r}, side {SIDE_NAMES[job.side]} ({job.source}): "
-                f"{piece.role}, block {block} (at byte {piece.offset + start} of the file) is "
-                "damaged: its checksum does not match."
+                f"{piece.role.value}, block {block} (at byte {piece.offset + start} of the file) "
+                "is damaged: its checksum does not match."
             )

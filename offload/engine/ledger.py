@@ -17,7 +17,8 @@ from typing import Any
 
 from offload.engine.generation import encode, with_late
 from offload.engine.interrupts import uninterrupted
-from offload.errors import StateError
+from offload.engine.sealing import Sealer
+from offload.errors import StateError, StoreError
 from offload.metrics import Metrics
 from offload.optim.pipeline import UpdateJob
 from offload.partition.unit import Role, Unit
@@ -69,6 +70,7 @@ class Ledger:
         self._units = units
         self.metrics = metrics
         self._capture_late = capture_late
+        self.sealer = Sealer(store)
         self._pending: Pending | None = None
         self._commit: Future[None] | None = None  # under way, on a thread of its own
         self.zero_moments = set(units)  # units whose moments were never written
@@ -158,19 +160,39 @@ class Ledger:
         payload = encode(with_late(pending.state, pending.late))
 
         def commit() -> None:
+            checksums = self._seal(pending)
+            for job in pending.jobs:
+                job.close()
             self.store.commit(
-                sides=pending.sides, generation=pending.generation, payload=payload
+                sides=pending.sides, generation=pending.generation, payload=payload,
+                checksums=checksums,
             )  # fmt: skip
 
+        for job in pending.jobs:
+            account(job, self.metrics)
         with uninterrupted():
-            for job in pending.jobs:
-                account(job, self.metrics)
-                job.close()
             self._pending = None
             if beside:
                 self._commit = run_beside(commit)
             else:
                 commit()
+
+    def _seal(self, pending: Pending) -> dict[str, int]:
+        """Fill the checksum extents of what was written."""
+        try:
+            return {
+                name: self.sealer.seal_update(
+                    self._units[index], pending.sides[name], made.job, made.number
+                )
+                for index, made in pending.made.items()
+                if (name := self._units[index].name)
+            }
+        except OSError as error:
+            self.store.poison(error)
+            raise StoreError(
+                f"generation {pending.generation}: its checksums cannot be written: {error}."
+                " The generation before it is intact: remove the cause and resume from it."
+            ) from error
 
     def commit_edit(
         self, sides: Mapping[str, int], payload: bytes, *,
@@ -179,8 +201,18 @@ class Ledger:
         """Commit units that were rewritten whole, outside of a step, as the next generation.
 
         `zero_moments`: units whose moments are zero and not written (None: as they were).
+        `checksums`: digests of their filled checksum extents; None: they are read back.
         """
         zero = self.zero_moments if zero_moments is None else zero_moments
+        if checksums is None:
+            checksums = {
+                unit.name: self.sealer.seal_written(
+                    unit.name, sides[unit.name], moments=unit.index not in zero
+                )
+                for unit in self._units.values()
+                if unit.name in sides
+            }
+        self.sealer.forget()
         flags = {}
         for unit in self._units.values():
             if unit.name in sides:

@@ -11,6 +11,7 @@ from offload.memory.slab import Slots
 from offload.partition.unit import Role, Unit
 from offload.runtime.initial import InitialWriter
 from offload.runtime.persistent import PersistentState
+from offload.store import checksum
 from offload.store.format import UnitFlag
 
 
@@ -21,6 +22,7 @@ def write_initial(
     """Make generation 0 of the live parameters; moments are zero and not written."""
     store = ledger.store
     num_sides = store.manifest.num_sides
+    digests: dict[str, int] = {}
     writer = InitialWriter(queue, slots, chunk_elems=chunk_elems)
     for unit in units:
 
@@ -29,7 +31,8 @@ def write_initial(
 
         # Frozen tensors are never written again, so each side needs them.
         sides = range(num_sides if unit.num_elems > unit.trainable_elems else 1)
-        writer.write(unit, dict(parameters), sides, place)
+        sums = writer.write(unit, dict(parameters), sides, place)
+        digests[unit.name] = checksum.seal(store.files, unit.name, 0, sums)
     writer.finish()
     everything = list(units)
     if persistent is not None:
@@ -37,11 +40,14 @@ def write_initial(
         persistent.initialise()
         for side in range(num_sides):
             _transfer(ledger, queue.write, persistent, side, moments=False)
+        name = persistent.unit.name
+        digests[name] = ledger.sealer.seal_written(name, 0, moments=False)
     store.begin()
     store.commit(
         sides={unit.name: 0 for unit in everything},
         generation=0,
         flags={unit.name: UnitFlag.MOMENTS_ZERO for unit in everything},
+        checksums=digests,
     )
 
 

@@ -66,7 +66,7 @@ class UpdateBuilder:
             files.append(template.files)
         return self._pipeline.submit(
             *stack(parts), rows.table, np.full(len(units), released, np.uint8),
-            unit_names=[unit.name for unit in units], keep_alive=files,
+            unit_names=[unit.name for unit in units], keep_alive=files, checksums=True,
         )  # fmt: skip
 
     def _template(self, unit: Unit) -> UnitTemplate:

@@ -19,6 +19,7 @@ from offload import kernels
 from offload.memory.slab import Region, Slots
 from offload.partition.chunk import Chunk, chunks_of, segments_of
 from offload.partition.unit import STORE_ALIGN_BYTES, Role, Unit, round_up
+from offload.store.checksum import BlockSums
 
 
 class Place(Protocol):
@@ -59,9 +60,12 @@ class InitialWriter:
     def write(
         self, unit: Unit, parameters: dict[str, nn.Parameter], sides: Iterable[int],
         place: Callable[[Role, int], Place],
-    ) -> int:  # fmt: skip
-        """Write both halves of `unit` to `sides`; frozen tensors need every side. Returns bytes."""
-        written = 0
+    ) -> dict[Role, bytes]:  # fmt: skip
+        """Write both halves of `unit` to `sides`; return their checksums.
+
+        Frozen tensors need every side.
+        """
+        sums = {Role.PARAM: BlockSums(), Role.MASTER_LO: BlockSums()}
         sides = list(sides)
         for chunk in chunks_of(unit.num_elems, self._chunk_elems):
             slots = self._lease_two()
@@ -74,12 +78,12 @@ class InitialWriter:
                 if num_elems <= 0:
                     continue
                 view = slot.part(0, round_up(2 * num_elems, STORE_ALIGN_BYTES)).view
+                sums[role].add(view[: 2 * num_elems])
                 for side in sides:
                     at = place(role, side)
                     tickets.append(self._queue.write(at.file, view, at.offset + 2 * chunk.start))
-                    written += len(view)
             self._flying.append((slots, tickets))
-        return written
+        return {role: found.finish() for role, found in sums.items()}
 
     def finish(self) -> None:
         """Wait for everything."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from torch import Tensor, nn
 from offload import OffloadEngine
 
 NUM_BATCHES = 40
+SAVED_AT = 5
+CONTINUED = 4
 SMALL = {
     "host_memory": "16MiB",
     "device_memory": "8MiB",
@@ -87,6 +90,16 @@ class Run:
             self.engine.step()
             self.scheduler.step()
             self.losses.append(loss.item())
+
+
+@dataclass(frozen=True)
+class Reference:
+    """A checkpoint saved after step 5, and the four steps after it."""
+
+    checkpoints: Path
+    saved: dict[str, Any]
+    losses: list[float]
+    after: dict[str, Any]
 
 
 @contextlib.contextmanager

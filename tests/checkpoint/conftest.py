@@ -1,26 +1,14 @@
-"""One uninterrupted run that every checkpoint test compares with."""
+"""One uninterrupted run that every checkpoint test compares with; a second file system."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import shutil
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-from checkpoint_run import running, state_of
-
-SAVED_AT = 5
-CONTINUED = 4
-
-
-@dataclass(frozen=True)
-class Reference:
-    """A checkpoint saved after step 5, and the four steps after it."""
-
-    checkpoints: Path
-    saved: dict[str, Any]
-    losses: list[float]
-    after: dict[str, Any]
+from checkpoint_run import CONTINUED, SAVED_AT, Reference, running, state_of
 
 
 @pytest.fixture(scope="session")
@@ -36,11 +24,8 @@ def reference(tmp_path_factory: pytest.TempPathFactory, first_run: None) -> Refe
 
 
 @pytest.fixture
-def other_drive() -> Any:
+def other_drive() -> Iterator[Path]:
     """A folder on another file system, where files cannot be linked."""
-    import shutil
-    import tempfile
-
     if not Path("/dev/shm").is_dir():
         pytest.skip("needs a second file system")
     folder = Path(tempfile.mkdtemp(prefix="offload-test-", dir="/dev/shm"))

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint_run import Run, assert_equal, running, state_of
-from conftest import CONTINUED, SAVED_AT, Reference
+from checkpoint_run import CONTINUED, SAVED_AT, Reference, Run, assert_equal, running, state_of
 
 from offload.errors import ConfigError, StateError, StoreError
 

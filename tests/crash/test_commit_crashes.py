@@ -78,7 +78,10 @@ class Run:
                     )
         if not self.sealed:
             return {}
-        return {unit: checksum.seal(store.files, unit, side) for unit, side in sides.items()}
+        return {
+            unit: checksum.seal(store.files, unit, side, checksum.sums_of(store.files, unit, side))
+            for unit, side in sides.items()
+        }
 
     def allowed(self, num_ops: int) -> set[int]:
         """Generations that may come back after `num_ops` operations."""

@@ -9,10 +9,15 @@ import pytest
 from store_bench import NAMES, Bench, content, fill, flip
 
 from offload.errors import StoreCorrupt, StoreError
+from offload.partition.unit import Role
 from offload.store import Store, UnitFlag, checksum
 from offload.store.inspect import describe, find_stores, reclaim, verify
 
 UNIT = "model.layers.0@float32"
+
+
+def seal(store: Store, unit: str, side: int) -> int:
+    return checksum.seal(store.files, unit, side, checksum.sums_of(store.files, unit, side))
 
 
 def sealed_step(store: Store, generation: int) -> None:
@@ -20,7 +25,7 @@ def sealed_step(store: Store, generation: int) -> None:
     sides = {unit: store.spare(unit) for unit in NAMES}
     for unit, side in sides.items():
         fill(store, unit, side, generation)
-    sums = {unit: checksum.seal(store.files, unit, side) for unit, side in sides.items()}
+    sums = {unit: seal(store, unit, side) for unit, side in sides.items()}
     store.commit(sides=sides, checksums=sums, generation=generation)
 
 
@@ -91,11 +96,35 @@ def test_checksums_that_a_writer_computed_are_those_of_the_data(bench: Bench) ->
     with bench.create() as store:
         for unit in NAMES:
             fill(store, unit, 0, 5)
-        sums = checksum._sums_of(store.files.path(UNIT, 0), store.files.layout(UNIT))
-        given = checksum.seal(store.files, UNIT, 0, sums)
-        assert given == checksum.seal(store.files, UNIT, 0)
-        with pytest.raises(ValueError, match="expected 24 bytes, got 23"):
-            checksum.seal(store.files, UNIT, 0, sums[1:])
+        computed = {}
+        for role, place in store.files.layout(UNIT).roles.items():
+            sums = checksum.BlockSums()
+            for start in range(0, place.num_bytes, 5000):
+                sums.add(memoryview(bytes([5]) * min(5000, place.num_bytes - start)))
+            computed[role] = sums.finish()
+        assert checksum.seal(store.files, UNIT, 0, computed) == seal(store, UNIT, 0)
+        computed[Role.PARAM] = computed[Role.PARAM][1:]
+        with pytest.raises(ValueError, match="param: expected 8 bytes, got 7"):
+            checksum.seal(store.files, UNIT, 0, computed)
+
+
+def test_moments_that_were_never_written_are_not_compared(bench: Bench) -> None:
+    with bench.create() as store:
+        sides = dict.fromkeys(NAMES, 0)
+        digests = {}
+        for unit in NAMES:
+            fill(store, unit, 0, 9)  # what the moments hold means nothing
+            sums = checksum.sums_of(store.files, unit, 0, moments=False)
+            digests[unit] = checksum.seal(store.files, unit, 0, sums)
+        flags = dict.fromkeys(NAMES, UnitFlag.MOMENTS_ZERO)
+        store.begin()
+        store.commit(sides=sides, checksums=digests, flags=flags)
+    assert problems(bench) == []
+    with bench.open(read_only=True) as store:
+        flip(store.files.path(UNIT, 0), store.extent(UNIT, Role.EXP_AVG, 0).offset)
+        assert problems(bench) == []
+        flip(store.files.path(UNIT, 0), store.extent(UNIT, Role.PARAM, 0).offset)
+    assert len(problems(bench)) == 1
 
 
 @pytest.mark.parametrize("damaged", [False, True])
