@@ -19,7 +19,7 @@ from offload.engine.editor import Editor
 from offload.engine.ledger import Ledger
 from offload.engine.loading import read_committed, write_initial
 from offload.engine.reader import Reader, snapshot
-from offload.engine.speculate import Speculator
+from offload.engine.speculate import Assumption, Speculator
 from offload.engine.step import Groups, Stepper
 from offload.engine.updates import UpdateBuilder
 from offload.metrics import Metrics
@@ -181,8 +181,9 @@ def _optimization(
     )  # fmt: skip
     ground.closing.callback(pipeline.close)
     builder = UpdateBuilder(
-        pipeline, ground.ledger, keeper, ground.persistent, chunk_elems=placement.chunk_elems
-    )
+        pipeline, ground.ledger, keeper, ground.persistent,
+        chunk_elems=placement.chunk_elems, exact=blueprint.exact,
+    )  # fmt: skip
     counts = StepCounts(AdamRule.of(config.optimizer))
     units = blueprint.found.units
     stepper = Stepper(
@@ -192,7 +193,8 @@ def _optimization(
     )  # fmt: skip
     speculator = Speculator(
         config.overlap, {unit.index: unit for unit in units}, builder, ground.ledger, keeper,
-        assume=stepper.assume, order=residency.forward_order,
+        loans=residency.loans,
+        assume=lambda: Assumption(stepper.assume(), residency.forward_order()),
     )  # fmt: skip
     ground.closing.callback(speculator.discard)
     return stepper, speculator, counts

@@ -160,7 +160,7 @@ class Ledger:
         payload = encode(with_late(pending.state, pending.late))
 
         def commit() -> None:
-            checksums = self._seal(pending)
+            checksums = _seal(self, pending, self._units)
             for job in pending.jobs:
                 job.close()
             self.store.commit(
@@ -176,23 +176,6 @@ class Ledger:
                 self._commit = run_beside(commit)
             else:
                 commit()
-
-    def _seal(self, pending: Pending) -> dict[str, int]:
-        """Fill the checksum extents of what was written."""
-        try:
-            return {
-                name: self.sealer.seal_update(
-                    self._units[index], pending.sides[name], made.job, made.number
-                )
-                for index, made in pending.made.items()
-                if (name := self._units[index].name)
-            }
-        except OSError as error:
-            self.store.poison(error)
-            raise StoreError(
-                f"generation {pending.generation}: its checksums cannot be written: {error}."
-                " The generation before it is intact: remove the cause and resume from it."
-            ) from error
 
     def commit_edit(
         self, sides: Mapping[str, int], payload: bytes, *,
@@ -274,3 +257,21 @@ def _not_finite(pending: Pending) -> StateError | None:
         f"step to generation {pending.generation}: expected finite weights, got Inf or NaN"
         " in some. The generation before it is intact: lower the learning rate and resume."
     )
+
+
+def _seal(ledger: Ledger, pending: Pending, units: Mapping[int, Unit]) -> dict[str, int]:
+    """Fill the checksum extents of what was written."""
+    try:
+        return {
+            name: ledger.sealer.seal_update(
+                units[index], pending.sides[name], made.job, made.number
+            )
+            for index, made in pending.made.items()
+            if (name := units[index].name)
+        }
+    except OSError as error:
+        ledger.store.poison(error)
+        raise StoreError(
+            f"generation {pending.generation}: its checksums cannot be written: {error}."
+            " The generation before it is intact: remove the cause and resume from it."
+        ) from error

@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+
+import torch
 
 from offload.engine.ledger import Ledger, Made, account
 from offload.engine.updates import Rows, UpdateBuilder
@@ -22,6 +24,7 @@ from offload.errors import StateError, StoreError
 from offload.optim.pipeline import UpdateJob
 from offload.partition.unit import Unit
 from offload.runtime.gradients import GradientKeeper
+from offload.runtime.loans import Loans
 
 RECENT_STEPS = 16
 MOST_REDONE = 0.25  # of recent steps; above it holding is cheaper than redoing
@@ -33,7 +36,23 @@ class _Bet:
 
     job: UpdateJob
     rows: dict[str, bytes]
-    takes: int | None = None  # of the gradients it read; None: not released
+    grad_dtype: torch.dtype  # of the kept gradients, which may be widened when more come
+    takes: int | None = None  # of the gradients it reads; None: not complete
+
+    def ended(self) -> bool:
+        """True when the job reads nothing any more."""
+        return self.job.closed or self.job.done()
+
+
+class Assumption:
+    """What a backward bets on, and the order of the units' next uses."""
+
+    def __init__(self, rows: Rows, order: Sequence[int]) -> None:
+        self.rows = rows
+        self._places = {unit: place for place, unit in enumerate(order)}
+
+    def place(self, unit: Unit) -> int:
+        return self._places.get(unit.index, len(self._places))
 
 
 class History:
@@ -60,54 +79,62 @@ class Speculator:
     def __init__(
         self, mode: str, units: Mapping[int, Unit], builder: UpdateBuilder, ledger: Ledger,
         keeper: GradientKeeper, *,
-        assume: Callable[[], Rows], order: Callable[[], list[int]],
+        loans: Loans, assume: Callable[[], Assumption],
     ) -> None:  # fmt: skip
         """`mode`: "hold", "speculate" or "auto".
 
-        `assume()`: the rows if nothing is clipped and every parameter gets a gradient.
-        `order()`: units by next use.
+        `assume()`: what holds if nothing is clipped and every parameter gets a gradient.
         """
         self._mode = mode
         self._units = units
         self._builder = builder
         self._ledger = ledger
         self._keeper = keeper
+        self._loans = loans
         self._assume = assume
-        self._order = order
         self._bets: dict[int, _Bet] = {}
-        self._rows: Rows | None = None  # of this backward; None: holding
-        self._position: dict[int, int] = {}
+        self._now: Assumption | None = None  # of this backward; None: holding
         self.history = History()
         self._never: set[int] = set()  # units not worth a bet
+        self._settling: set[int] = set()  # gradients complete, their spills in flight
 
     def begin_backward(self) -> None:
         """The last backward of a step begins: decide whether to speculate in it."""
         self.discard()
         if self._mode == "speculate" or (self._mode == "auto" and not self.history.often_redone()):
             self._ledger.finish()  # the spare sides are free once the last commit is there
-            self._rows = self._assume()
-            self._position = {unit: place for place, unit in enumerate(self._order())}
+            self._loans.open = True
+            self._now = self._assume()
 
     def begin(self, unit: int) -> None:
         """Backward reaches a unit: read its state ahead."""
-        rows, found = self._rows, self._units.get(unit)
-        if rows is None or found is None or unit in self._bets or unit in self._never:
+        now, found = self._now, self._units.get(unit)
+        if now is None or found is None or unit in self._bets or unit in self._never:
             return
-        if self._keeper[unit].spill is not None:
-            return  # gradients on disk are read when they are complete: step() does it
-        assumed = rows.of(found)
+        self._release_settled()
+        assumed = now.rows.of(found)
         if assumed:
             job = self._builder.submit(
-                [found], rows, urgency=lambda unit: self._place(unit), released=False
-            )
-            self._bets[unit] = _Bet(job, assumed)
+                [found], now.rows, urgency=now.place, released=False,
+                weights=self._loans.addresses(unit),
+            )  # fmt: skip
+            self._bets[unit] = bet = _Bet(job, assumed, self._keeper[unit].dtype)
+            self._loans.lend(unit, bet.ended)
 
     def release(self, unit: int) -> None:
-        """A unit's gradients are kept: run its update."""
+        """A unit's gradients are kept: run its update, once they can be read."""
         bet = self._bets.get(unit)
-        if bet is not None and bet.takes is None and self._keeper[unit].spill is None:
+        if bet is not None and bet.grad_dtype is not self._keeper[unit].dtype:
+            self._drop(unit)
+        elif bet is not None and bet.takes is None:
             bet.takes = self._keeper[unit].takes
-            bet.job.release()
+            self._settling.add(unit)
+            self._release_settled()
+
+    def _release_settled(self) -> None:
+        for unit in [unit for unit in self._settling if self._keeper.settled(unit)]:
+            self._settling.discard(unit)
+            self._bets[unit].job.release()
 
     def before_take(self, unit: int) -> None:
         """More gradients are about to come: an update that read the kept ones is void."""
@@ -117,6 +144,8 @@ class Speculator:
 
     def settle(self, rows: Rows | None, *, clipped: bool) -> dict[int, Made]:
         """Return the bets that hold under the true `rows` (None: no step) and drop the others."""
+        self._loans.open = False
+        self._release_settled()  # step() has waited for spilled gradients
         kept: dict[int, Made] = {}
         staked = lost = 0
         for unit, bet in list(self._bets.items()):
@@ -131,20 +160,19 @@ class Speculator:
                 self._never.add(unit)  # some tensor of it gets no gradient
         if rows is not None:
             self.history.add(staked, lost, clipped=clipped)
-        self._rows = None
+        self._now = None
         return kept
 
     def discard(self) -> None:
         """Drop every bet."""
+        self._loans.open = False
         for unit in list(self._bets):
             self._drop(unit)
-        self._rows = None
-
-    def _place(self, unit: Unit) -> int:
-        return self._position.get(unit.index, len(self._position))
+        self._now = None
 
     def _drop(self, unit: int) -> None:
         job = self._bets.pop(unit).job
+        self._settling.discard(unit)
         job.cancel()
         with contextlib.suppress(StateError, StoreError):
             job.wait()  # transfers in flight touch slots and the spare side

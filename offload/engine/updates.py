@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from offload.engine.ledger import Ledger
 from offload.optim.chunks import StreamPlace, UnitTemplate, stack
-from offload.optim.pipeline import UpdateJob, UpdatePipeline
+from offload.optim.pipeline import COPY_IN, UpdateJob, UpdatePipeline
 from offload.partition.unit import STATE_ROLES, Role, Unit
 from offload.runtime.gradients import GradientKeeper, KeptUnit
 from offload.runtime.persistent import PersistentState
@@ -43,26 +43,34 @@ class UpdateBuilder:
 
     def __init__(
         self, pipeline: UpdatePipeline, ledger: Ledger, keeper: GradientKeeper,
-        persistent: PersistentState | None, *, chunk_elems: int,
+        persistent: PersistentState | None, *, chunk_elems: int, exact: bool,
     ) -> None:  # fmt: skip
         self._pipeline = pipeline
         self._ledger = ledger
         self._keeper = keeper
         self._persistent = persistent
         self._chunk_elems = chunk_elems
+        self._exact = exact  # both halves of the weights are fetched
         self._templates: dict[tuple[int, int, bool, torch.dtype], UnitTemplate] = {}
 
     def submit(
-        self, units: Sequence[Unit], rows: Rows, *, urgency: Callable[[Unit], int], released: bool
+        self, units: Sequence[Unit], rows: Rows, *, urgency: Callable[[Unit], int], released: bool,
+        weights: Sequence[int] = (),
     ) -> UpdateJob:  # fmt: skip
-        """Submit one job; `urgency(unit)`: place of the unit's next use, smaller is sooner."""
+        """Submit one job; `urgency(unit)`: place of the unit's next use, smaller is sooner.
+
+        `weights`: HOST addresses of the first chunks' weights, left as they are; the others are
+        read (one unit only).
+        """
         self._ledger.store.begin([unit.name for unit in units])
         parts, files = [], []
         for number, unit in enumerate(units):
             template = self._template(unit)
             # Fetches of the coming step, which compute waits for, go before its updates.
             deadline = self._ledger.next_deadline() + 3 + urgency(unit)
-            parts.append(template.fill(unit_index=number, deadline=deadline, rows=rows.row_of))
+            part = template.fill(unit_index=number, deadline=deadline, rows=rows.row_of)
+            _lend(part[0], weights, self._chunk_elems, exact=self._exact)
+            parts.append(part)
             files.append(template.files)
         return self._pipeline.submit(
             *stack(parts), rows.table, np.full(len(units), released, np.uint8),
@@ -94,9 +102,23 @@ class UpdateBuilder:
         return StreamPlace(read=(read.file, read.offset), write=to)
 
 
+def _lend(
+    chunks: NDArray[np.void], weights: Sequence[int], chunk_elems: int, *, exact: bool
+) -> None:
+    """Let the first chunks take their weights from memory: a fetch slot holds param, master_lo."""
+    count = min(len(weights), len(chunks))
+    if not count:
+        return
+    addresses = np.array(weights[:count], np.uint64)
+    for half in range(2 if exact else 1):
+        stream = chunks["streams"][:count, half]
+        stream["host"] = addresses + np.uint64(2 * chunk_elems * half)
+        stream["flags"] = COPY_IN
+
+
 def _grad_place(kept: KeptUnit) -> StreamPlace:
     name = DTYPE_NAMES[kept.dtype]
     if kept.spill is not None:
-        return StreamPlace.grad(name, read=(kept.spill.file, 0))
+        return StreamPlace.grad(name, read=(kept.spill.file, 0), after_release=True)
     assert kept.region is not None
     return StreamPlace.grad(name, host_address=kept.region.address)

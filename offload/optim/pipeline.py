@@ -103,6 +103,11 @@ class UpdateJob:
             )
         return job
 
+    @property
+    def closed(self) -> bool:
+        """True after `close()`."""
+        return self._job is None
+
     def release(self, unit: int | None = None) -> None:
         """Let the kernels of `unit` (None: of all units) run; any thread, twice is once."""
         job = self._open()

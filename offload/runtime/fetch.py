@@ -26,6 +26,7 @@ from offload.partition.chunk import Chunk, chunks_of
 from offload.partition.unit import STORE_ALIGN_BYTES, Role, Unit, round_up
 from offload.runtime.binding import BoundUnit
 from offload.runtime.device import Device
+from offload.runtime.loans import Loans
 
 RESERVE = 2  # slots that prefetches leave to demand
 
@@ -87,6 +88,7 @@ class Fetcher:
         self._exact = exact
         self._metrics = metrics
         self._fetches: dict[int, _Fetch] = {}
+        self.loans = Loans(slots)
         self.phase = "forward"  # names the bytes in the metrics
 
     def prefetch(self, unit: Unit) -> None:
@@ -106,7 +108,7 @@ class Fetcher:
             self._pump(fetch, keep=0, delay=0)
             while fetch.flying:
                 piece = fetch.flying.popleft()
-                self._finish(piece, bound.flat)
+                self._finish(piece, bound.flat, unit.index)
                 self._pump(fetch, keep=0, delay=0)
         finally:
             self._abandon(fetch)
@@ -117,6 +119,8 @@ class Fetcher:
             self._abandon(self._fetches.popitem()[1])
 
     def _pump(self, fetch: _Fetch, *, keep: int, delay: int) -> None:
+        if fetch.next is not None and self._slots.num_free <= keep:
+            self.loans.collect()
         while fetch.next is not None and self._slots.num_free > keep:
             slot = self._slots.lease()
             assert slot is not None
@@ -138,8 +142,8 @@ class Fetcher:
     def _roles(self) -> tuple[Role, ...]:
         return (Role.PARAM, Role.MASTER_LO) if self._exact else (Role.PARAM,)
 
-    def _finish(self, piece: _Piece, flat: torch.Tensor) -> None:
-        """Wait for one chunk and convert it; the slot is free again whatever happens."""
+    def _finish(self, piece: _Piece, flat: torch.Tensor, unit: int) -> None:
+        """Wait for one chunk and convert it; the slot is free or on loan whatever happens."""
         start = time.perf_counter()
         try:
             for ticket in piece.tickets:
@@ -153,7 +157,7 @@ class Fetcher:
             self._device.fill(flat[piece.chunk.start : piece.chunk.stop], hi, lo)
         finally:
             _settle(piece)
-            self._slots.give_back(piece.slot)
+            self.loans.keep(unit, piece.chunk.index, piece.slot)
 
     def _abandon(self, fetch: _Fetch) -> None:
         fetch.next = None

@@ -109,6 +109,11 @@ class GradientKeeper:
                     return self._read(kept, slot).view(slot.tensor.shape)
         return None
 
+    def settled(self, unit: int) -> bool:
+        """True when a unit's kept gradients can be read where they are; never waits."""
+        spill = self._kept[unit].spill
+        return spill is None or self._spiller.settled(spill)
+
     def settle(self) -> None:
         """Wait until every spilled gradient is on disk; raises what went wrong."""
         self._spiller.settle()

@@ -43,6 +43,7 @@ class Residency:
         self.bound = bound
         self.phase = Phase.IDLE
         self._fetcher = fetcher
+        self.loans = fetcher.loans
         self._guard = guard
         self._capacity = weight_bytes  # of the device budget, for weights of units
         self._metrics = metrics
@@ -104,6 +105,7 @@ class Residency:
         if bound.presence is Presence.EVICTED:
             return
         bound.evict(self._guard)
+        self.loans.drop(index)
         self._metrics.evictions[bound.unit.name] += 1
         if index in self._recent:
             self._recent.remove(index)

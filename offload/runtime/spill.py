@@ -87,6 +87,10 @@ class Spiller:
             data = bytearray(buffer.view[start * size - first : stop * size - first])
         return torch.frombuffer(data, dtype=spill.dtype)
 
+    def settled(self, spill: SpillFile) -> bool:
+        """True when every write of this unit has ended; never waits."""
+        return all(write.ticket.done() for write in self._writes if write.spill is spill)
+
     def settle(self) -> None:
         """Wait until every write has ended; raises what went wrong."""
         while self._writes:
