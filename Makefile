@@ -11,6 +11,9 @@ NATIVE := csrc/build_ffi.py $(wildcard csrc/*/*.[ch])
 PYTEST  = $(BIN)/python -m pytest
 CHECKED := aio offload tests benchmarks examples setup.py
 
+# Threads that wait for one another sleep instead of spinning: on a busy machine that is several times faster.
+demo test test-all check asan tsan: export OMP_WAIT_POLICY ?= passive
+
 .PHONY: demo test test-all check bench asan tsan clean
 
 demo: $(VENV)/.ready-bench
@@ -33,7 +36,7 @@ check: $(VENV)/.ready-dev
 bench: $(VENV)/.ready-bench
 	@mkdir -p runs
 	$(BIN)/offload-bench io runs
-	$(BIN)/python benchmarks/bench_step.py
+	for benchmark in benchmarks/bench_*.py; do $(BIN)/python $$benchmark || exit 1; done
 
 # The sanitizers watch the C code under the tests that drive it hardest; tests that start a sanitized program of their own
 # are part of the other suites. `build/<name>` shadows the normal extension: -P keeps the working folder off the path.
