@@ -72,6 +72,44 @@ def test_a_tensor_cut_in_two_pieces_is_updated_to_the_same_bits(
     assert pieces.data() == whole.data()
 
 
+def fma(a: Array, b: Array, c: Array) -> Array:
+    """a * b + c in fp32, rounded once: exact product in fp64, sum rounded to odd, then to fp32."""
+    product, addend = np.float64(a) * np.float64(b), np.float64(c)
+    total = np.asarray(product + addend)
+    back = total - product
+    rest = (product - (total - back)) + (addend - back)  # what the sum lost, exactly
+    bits = total.view(np.int64)
+    away = np.where((rest > 0) == (total > 0), 1, -1)
+    odd = np.where((rest != 0) & (bits % 2 == 0), bits + away, bits)
+    return odd.view(np.float64).astype(np.float32)
+
+
+def formula(start: State, row: np.void) -> tuple[Array, Array, Array]:
+    """The update as the kernels define it, operation by operation, in numpy's fp32."""
+    k = {name: row[name] for name in kernels.ADAM_ROW.names or ()}
+    w = start.master()
+    raw = torch.as_tensor(start.grad).float().numpy()
+    g = fma(k["l2"], w, k["grad_scale"] * raw)
+    m = fma(k["one_minus_beta1"], g, k["beta1"] * start.exp_avg)
+    v = fma(k["one_minus_beta2"] * g, g, k["beta2"] * start.exp_avg_sq)
+    den = fma(np.sqrt(v), k["inv_sqrt_bias2"], k["eps"])
+    return fma(-k["step_size"], m / den, k["decay"] * w), m, v
+
+
+@settings(max_examples=40, deadline=None)
+@given(seed=SEEDS, n=SIZES, grad_name=FORMATS, row=ROWS)
+def test_every_operation_and_rounding_is_the_documented_one(
+    seed: int, n: int, grad_name: str, row: np.void
+) -> None:
+    state = tame_state(seed, n, grad_name)
+    w, m, v = formula(state, row)
+    state.update(row)
+    # A sum of zero may have either sign.
+    assert np.array_equal(state.master(), w)
+    assert np.array_equal(state.exp_avg, m)
+    assert np.array_equal(state.exp_avg_sq, v)
+
+
 def exact_step(start: State, row: np.void) -> tuple[Array, Array]:
     """The formula in fp64, and a bound on what fp32 rounding (2^-24 each, 2^-149 below) can add."""
     u, tiny = 2.0**-24, 2.0**-149
