@@ -52,6 +52,7 @@ class Settings:
     folder: Path
     host_memory: str
     device_memory: str
+    settings: tuple[str, ...]
     sub_group_size: int
     buffer_count: int
     max_live: int
@@ -67,7 +68,8 @@ class Settings:
 
     def engine_options(self, engine: str) -> dict[str, Any]:
         if engine == "offload":
-            return {"host_memory": self.host_memory, "device_memory": self.device_memory}
+            budgets = {"host_memory": self.host_memory, "device_memory": self.device_memory}
+            return budgets | dict(setting.split("=", 1) for setting in self.settings)
         if engine.startswith("deepspeed"):
             return {
                 "sub_group_size": self.sub_group_size,
@@ -110,7 +112,7 @@ def progress(run: Run, warmup: int) -> None:
         click.echo(f"round {run.round} {run.engine}: FAILED {run.error}", err=True)
         return
     steps = " ".join(f"{step['seconds']:.2f}" for step in run.steps[warmup:])
-    rates = " ".join(f"{name} {rate / 1e6:.0f}" for name, rate in run.rates.items())
+    rates = " ".join(f"{name} {rate / 1e6:.0f}" for name, rate in run.probe.items())
     disk = f"; disk MB/s {rates}" if rates else ""
     click.echo(f"round {run.round} {run.engine}: steps s {steps}{disk}", err=True)
 
@@ -189,6 +191,7 @@ def result_stem(settings: Settings) -> Path:
 @click.option("--folder", type=click.Path(path_type=Path), default=Path("runs"), show_default=True)
 @click.option("--host-memory", default="512MiB", show_default=True)
 @click.option("--device-memory", default="256MiB", show_default=True)
+@click.option("--set", "settings", multiple=True, help="Ours: any text setting, overlap=hold.")
 @click.option("--sub-group-size", default=20_000_000, show_default=True, help="DeepSpeed's.")
 @click.option("--buffer-count", default=12, show_default=True, help="DeepSpeed's.")
 @click.option("--max-live", default=100_000_000, show_default=True, help="DeepSpeed's.")

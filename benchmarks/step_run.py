@@ -32,11 +32,16 @@ DISK_ENGINES = ("offload", "deepspeed", "deepspeed-serial")
 
 @dataclass
 class Run:
-    """Everything known of one engine in one round; events are the child's own lines."""
+    """Everything known of one engine in one round; events are the child's own lines.
+
+    `probe`: what the disk gave just before. `rates`: what the floor is computed from, the probe or,
+    on a held disk, the limits (a short probe gains from their burst and loses from busy CPUs).
+    """
 
     engine: str
     round: int
-    rates: dict[str, float]
+    probe: dict[str, float] = field(default_factory=dict)
+    rates: dict[str, float] = field(default_factory=dict)
     events: dict[str, dict[str, Any]] = field(default_factory=dict)
     steps: list[dict[str, Any]] = field(default_factory=list)
     peaks: dict[str, int] = field(default_factory=dict)
@@ -70,8 +75,10 @@ class Launcher:
             disk = None
             if self.held_bytes_per_s:
                 disk = stack.enter_context(HeldDisk(self.folder, self.held_bytes_per_s))
-            rates = self._measure_disk(disk) if job["engine"] in DISK_ENGINES else {}
-            run = Run(job["engine"], index, rates)
+            run = Run(job["engine"], index)
+            if job["engine"] in DISK_ENGINES:
+                run.probe = self._measure_disk(disk)
+                run.rates = self._limits() if disk is not None else run.probe
             state = self.folder / "state"
             state.mkdir()
             stack.callback(shutil.rmtree, state, ignore_errors=True)
@@ -88,11 +95,11 @@ class Launcher:
         if child.returncode:
             raise RuntimeError(f"disk_rate.py failed with status {child.returncode}")
         rates: dict[str, float] = json.loads(output)
-        if self.held_bytes_per_s:  # a short probe gains from the limit's burst: never above it
-            limit = self.held_bytes_per_s
-            limits = {"read": limit, "write": limit, "mixed": 2 * limit}
-            rates = {name: min(rates[name], limits[name]) for name in rates}
         return rates
+
+    def _limits(self) -> dict[str, float]:
+        limit = float(self.held_bytes_per_s)
+        return {"read": limit, "write": limit, "mixed": 2 * limit}
 
     def _environment(self, engine: str) -> dict[str, str]:
         """The peer's own: CPU accelerator, one rank, and its tools (ninja) on the path."""
