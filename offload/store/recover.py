@@ -120,9 +120,14 @@ def newest_record(log: CommitLog, manifest: Manifest) -> Record:
     )
 
 
+def has_restarted(record: Record) -> bool:
+    """True when the machine has restarted since: what no flush covers may be lost."""
+    return record.boot_id != boot_id()
+
+
 def lost_by_power(record: Record) -> bool:
     """True when data of this record may never have reached the drive."""
-    return not record.flushed and record.boot_id != boot_id()
+    return not record.flushed and has_restarted(record)
 
 
 def check_survived(files: DataFiles, record: Record, manifest: Manifest) -> None:

@@ -62,6 +62,8 @@ class Store(contextlib.AbstractContextManager["Store"]):
         )
         self.sharing = Sharing(self.files, manifest)
         self._writable: set[str] = set()  # units whose spare side this generation may write
+        self._fresh: set[str] = set()  # units whose spare side is known to hold the constants
+        self._distrust_spares = False  # no flush covers what they hold, and power may have failed
         self._locks = list(locks)
         if read_only:
             self.generations.refuse("it was opened read-only.")
@@ -146,6 +148,7 @@ class Store(contextlib.AbstractContextManager["Store"]):
                 recover.check_survived(store.files, record, manifest)
             store.files.open(record.sides)
             store.generations.adopt(record)
+            store._distrust_spares = recover.has_restarted(record)
             if not read_only:
                 store.sharing.trim()
             undo.pop_all()
@@ -181,10 +184,12 @@ class Store(contextlib.AbstractContextManager["Store"]):
             for unit in last.sides if units is None else units:
                 if unit not in self._writable:
                     stale = UnitFlag.SPARE_STALE in last.flags[unit]
+                    stale |= self._distrust_spares and unit not in self._fresh
                     self.sharing.make_writable(
                         unit, self.spare(unit), committed=last.sides[unit], stale=stale
                     )
                     self._writable.add(unit)
+                    self._fresh.add(unit)
 
     def commit(
         self,

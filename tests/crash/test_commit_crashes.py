@@ -102,10 +102,9 @@ def state_of(store: Store) -> tuple[int, dict[str, int], bytes]:
         side = record.sides[unit.name]
         seen: set[int] = set()
         with open(store.files.path(unit.name, side), "rb") as file:
-            for role in unit.role_bytes:
-                extent = store.extent(unit.name, role, side)
-                file.seek(extent.offset)
-                seen |= set(file.read(extent.num_bytes))
+            for role, num_bytes in unit.role_bytes.items():  # padding is nobody's
+                file.seek(store.extent(unit.name, role, side).offset)
+                seen |= set(file.read(num_bytes))
         assert len(seen) == 1, f"unit {unit.name} is a mix of {seen}"
         values[unit.name] = seen.pop()
     return record.generation, values, record.payload
@@ -334,7 +333,7 @@ def test_the_sweep_sees_records_without_a_checksum(
     with no_checksums(monkeypatch):
         run = make_run(durability="step")
         run.train()
-        with pytest.raises((AssertionError, StoreError)):
+        with pytest.raises((AssertionError, StoreError, ValueError)):
             sweep_power_losses(run, folder)
 
 
