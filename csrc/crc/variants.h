@@ -1,7 +1,7 @@
 /* What a variant offers, and the constants that all of them share.
  *
- * Reflected: bit i of a 32-bit value is the coefficient of x^(31-i).  `raw` values are the register itself; a crc is its
- * complement.
+ * Reflected: bit i of a 32-bit value is the coefficient of x^(31-i).  `raw` values are the register itself; a crc is
+ * its complement.
  */
 #ifndef OFFLOAD_CRC_VARIANTS_H
 #define OFFLOAD_CRC_VARIANTS_H

@@ -27,7 +27,8 @@ __attribute__((target("pclmul,sse4.1"))) static uint32_t add_pclmul(const struct
          data += CRC_PCLMUL_STRIDE, bytes -= CRC_PCLMUL_STRIDE) {
 #pragma GCC unroll 8
         for (int i = 0; i < NUM_REGISTERS; i++) {
-            __m128i ahead = _mm_xor_si128(_mm_clmulepi64_si128(sum[i], fold, 0x00), _mm_clmulepi64_si128(sum[i], fold, 0x11));
+            __m128i ahead = _mm_xor_si128(_mm_clmulepi64_si128(sum[i], fold, 0x00),
+                                          _mm_clmulepi64_si128(sum[i], fold, 0x11));
             sum[i] = _mm_xor_si128(ahead, _mm_loadu_si128((const __m128i *)data + i));
         }
     }

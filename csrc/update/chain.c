@@ -24,9 +24,9 @@ uint32_t update_num_writing(const update_pipeline *pipeline)
     return count;
 }
 
-/* The most urgent waiting chunk.  Units that are not released get some of the slots, and never the last one: their release
- * may depend on a released unit's end (the next step's gradients need this step's weights), which must always find a way
- * through. */
+/* The most urgent waiting chunk.  Units that are not released get some of the slots, and never the last one: their
+ * release may depend on a released unit's end (the next step's gradients need this step's weights), which must always
+ * find a way through. */
 static struct heap *next_heap(update_pipeline *pipeline)
 {
     struct heap *open = &pipeline->open, *held = &pipeline->held;
@@ -210,8 +210,8 @@ static void sum_slot(struct slot *slot)
     slot->job->stats.checksum_ns += update_now_ns() - start;
 }
 
-/* Give the slot to the I/O queue.  State and count are set before the lock is let go: the callbacks may come at once, and
- * the slot must stay ours until we are through with it. */
+/* Give the slot to the I/O queue.  State and count are set before the lock is let go: the callbacks may come at once,
+ * and the slot must stay ours until we are through with it. */
 static void start_transfers(struct slot *slot, int op, uint32_t roles)
 {
     update_pipeline *pipeline = slot->pipeline;

@@ -77,7 +77,7 @@ struct update_job {
     struct unit *units;
     uint32_t *order; /* chunks as they were admitted */
     uint64_t *starts; /* of each chunk, in elements of its unit */
-    uint32_t *sums;   /* of all units; written by the update thread alone, read when a unit has ended; NULL: none wanted */
+    uint32_t *sums;   /* of all units: the update thread writes, others read when a unit has ended; NULL: none wanted */
     uint32_t num_chunks, num_segments, num_rows, num_units;
     uint32_t num_admitted;
     uint32_t remaining; /* chunks not yet written */

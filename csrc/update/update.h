@@ -13,10 +13,11 @@
  * Several jobs may be alive: they share the slots, in deadline order over all of them.  The caller submits a unit again
  * only when the job that updates it has ended for that unit: nothing here orders two jobs on the same bytes.
  *
- * A job may be submitted before its gradients exist: units that are not released read ahead into `num_preread` slots at
- * most and never into the last one, so a released unit always gets through, whatever the order of releases.  Before its
- * release, memory and files that a unit reads late (in `host`; with UPDATE_AFTER_RELEASE) may still be filled; from then
- * until its end nobody else touches them.  The release orders them: what the releasing thread wrote, the kernel sees.
+ * A job may be submitted before its gradients exist: units that are not released read ahead, most urgent first, into
+ * `num_preread` slots at most and never into the last one, so a released unit always gets through, whatever the order of
+ * releases.  Until its release the memory that a unit uses (`host`) and the files that it reads late
+ * (UPDATE_AFTER_RELEASE) may still be filled; from then until its end nobody else writes them, or reads what it updates.
+ * The release orders the two: what the releasing thread has written or waited for, the unit reads.
  *
  * Threads: every function of a job may be called from any thread until update_job_free; update_open, update_submit and
  * update_close from one at a time.  The pipeline is closed before its I/O queue.  A job may be freed after the pipeline.
@@ -36,8 +37,8 @@ enum update_role { UPDATE_PARAM = 0, UPDATE_MASTER_LO = 1, UPDATE_EXP_AVG = 2, U
 /* Where one role of one chunk comes from and goes to.  Exactly one of `host` / a slot holds it while the kernel runs. */
 typedef struct update_stream {
     void *host;                 /* resident: the kernel works here, in place, nothing is read; NULL: in a slot.
-                                   Holds at least the bytes of the elements, rounded up to 4096.  Not looked at before the
-                                   unit's release. */
+                                   Holds at least the bytes of the elements, rounded up to 4096.  Not looked at before
+                                   the unit's release. */
     const aio_file *read_file;  /* NULL with host == NULL: zero-filled (moments known to be zero) */
     uint64_t read_offset;
     const aio_file *write_file; /* NULL: not written */
@@ -48,7 +49,7 @@ typedef struct update_stream {
 } update_stream;
 
 enum update_stream_flags {
-    UPDATE_COPY_IN = 1,      /* `host` is a source, left as it is: copied into the slot when the kernel is about to run */
+    UPDATE_COPY_IN = 1, /* `host` is a source, read only: copied into the slot when the kernel is about to run */
     UPDATE_AFTER_RELEASE = 2 /* `read_file` is read when the unit is released, not before: it is still being written */
 };
 
@@ -98,9 +99,9 @@ typedef struct update_config {
     uint32_t chunk_elems;     /* a multiple of 2048 */
     uint32_t grad_elem_bytes; /* room for gradients in a slot: 2 or 4 bytes an element */
     uint32_t num_threads;     /* of the kernels, >= 1 */
-    uint32_t num_preread;     /* slots that units which are not released may hold: num_slots - 1 at most; 0: half of all */
-    uint32_t num_writing;     /* slots whose writes may be in flight; kernels wait for more to end; 0: half of all, rounded
-                                 up, so that reads always find slots too */
+    uint32_t num_preread;     /* slots that units which are not released may hold; 0: half of all.  Cut to num_slots - 1 */
+    uint32_t num_writing;     /* slots whose writes may be in flight: the next kernel waits, so that reads find slots too;
+                                 0: half of all, rounded up */
 } update_config;
 
 #define UPDATE_CHECKSUMS 1u /* in `flags`: offer update_job_checksums */
@@ -133,9 +134,9 @@ void update_job_error(const update_job *job, update_error *out);
 void update_job_stats(const update_job *job, update_stats *out);
 /* The job's chunks (indices) in the order in which they got a slot.  Returns how many did; writes at most `capacity`. */
 uint32_t update_job_order(const update_job *job, uint32_t *chunks, uint32_t capacity);
-/* Of a unit that has ended: the crc32 (zlib's) of each MiB of what was written of `role`, counted from the first byte of
- * the unit's first chunk; the last block ends with the last element, not with its padding.  Returns the number of blocks,
- * 0 for a role that some chunk does not write, and writes at most `capacity`.
+/* Of a unit that has ended: the crc32 (zlib's) of each MiB of what was written of `role`, counted from the unit's first
+ * element; the last block ends with the last element, not with its padding.  Returns the number of blocks, 0 for a role
+ * that some chunk does not write, and writes at most `capacity`.
  * -ENODATA: submitted without UPDATE_CHECKSUMS; -EAGAIN: the unit has not ended. */
 #define UPDATE_CHECKSUM_BYTES (1u << 20)
 int update_job_checksums(const update_job *job, uint32_t unit, uint32_t role, uint64_t *out, uint32_t capacity);

@@ -15,7 +15,7 @@ from offload.optim.pipeline import UpdatePipeline
 def queue(request: pytest.FixtureRequest) -> Iterator[aio.Queue]:
     """The default backend, or the one that the test names."""
     try:
-        queue = aio.Queue(getattr(request, "param", "auto"))
+        queue = aio.Queue(getattr(request, "param", "auto"), read_depth=64, write_depth=64)
     except OSError as error:
         pytest.skip(str(error))
     with queue:
@@ -36,6 +36,7 @@ def open_pipeline(queue: aio.Queue) -> Iterator[OpenPipeline]:
             chunk_elems: int = 2048,
             grad_elem_bytes: int = 4,
             num_threads: int = 1,
+            **limits: int,
         ) -> UpdatePipeline:
             slot_bytes = UpdatePipeline.slot_bytes(chunk_elems, grad_elem_bytes)
             return stack.enter_context(
@@ -46,6 +47,7 @@ def open_pipeline(queue: aio.Queue) -> Iterator[OpenPipeline]:
                     chunk_elems=chunk_elems,
                     grad_elem_bytes=grad_elem_bytes,
                     num_threads=num_threads,
+                    **limits,
                 )
             )
 

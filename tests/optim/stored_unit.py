@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -11,8 +11,8 @@ import torch
 
 import aio
 from offload.kernels import ADAM_ROW, adam_row
-from offload.optim.chunks import GRAD_FORMATS, StreamPlace
-from offload.optim.pipeline import UPDATE_ROLES
+from offload.optim.chunks import GRAD_FORMATS, StreamPlace, build_unit_chunks, stack
+from offload.optim.pipeline import UPDATE_ROLES, UpdateJob, UpdatePipeline
 from offload.optim.reference import TensorState
 from offload.partition.unit import (
     ELEM_BYTES,
@@ -50,7 +50,8 @@ class StoredUnit:
 
     unit: Unit
     folder: Path
-    placement: Mapping[Role, str]  # "disk", "host", "zero"
+    # "disk"; "late": read after the release; "host"; "copy": of host memory; "zero"
+    placement: Mapping[Role, str]
     grad_dtype: str = "bfloat16"
     seed: int = 0
     initial: dict[Role, torch.Tensor] = field(default_factory=dict)
@@ -64,7 +65,7 @@ class StoredUnit:
         for role, tensor in self.initial.items():
             if self.placement[role] == "zero":
                 tensor.zero_()
-            if self.placement[role] == "host":
+            if self.placement[role] in ("host", "copy"):
                 self.memory[role] = aio.Buffer(self.num_bytes(role))
                 self._view(role)[:] = tensor.view(torch.uint8)
             else:
@@ -110,11 +111,17 @@ class StoredUnit:
 
     def _place(self, role: Role) -> StreamPlace:
         where = self.placement[role]
-        host = self.memory[role].address if where == "host" else None
-        read = (self.files[role, "a"], 0) if where == "disk" else None
-        if role is Role.GRAD:
-            return StreamPlace.grad(self.grad_dtype, host_address=host, read=read)
-        return StreamPlace(host, read, (self.files[role, "b"], 0))
+        place = StreamPlace(
+            host_address=self.memory[role].address if role in self.memory else None,
+            read=(self.files[role, "a"], 0) if where in ("disk", "late") else None,
+            write=None if role is Role.GRAD else (self.files[role, "b"], 0),
+            copy_in=where == "copy",
+            after_release=where == "late",
+        )
+        if role is not Role.GRAD:
+            return place
+        elem_bytes, code = GRAD_FORMATS[self.grad_dtype]
+        return replace(place, elem_bytes=elem_bytes, format=code)
 
     def expected(self, rows: np.ndarray, row_of: Mapping[str, int | None]) -> dict[Role, bytes]:
         """Generation g+1 by the reference; frozen tensors, those without a row, padding stay."""
@@ -137,12 +144,72 @@ class StoredUnit:
     def is_written(self) -> bool:
         return any(raw != self.before[role] for role, raw in self.written().items())
 
+    def fill_gradients(self) -> None:
+        """Put the gradients where the update finds them, in memory or on disk."""
+        tensor = self.initial[Role.GRAD]
+        if Role.GRAD in self.memory:
+            self._view(Role.GRAD)[:] = tensor.view(torch.uint8)
+        else:
+            raw = _raw(tensor).ljust(self.num_bytes(Role.GRAD), b"\0")
+            self.path(Role.GRAD, "a").write_bytes(raw)
+
     def in_memory(self, role: Role) -> bytes:
         return _raw(self._view(role).clone())
+
+    def before_update(self, role: Role) -> bytes:
+        return _raw(self.initial[role])
 
     def close(self) -> None:
         for file in self.files.values():
             file.close()
+
+
+ROWS = make_rows(5)
+
+
+def row_of(stored: StoredUnit) -> dict[str, int | None]:
+    """Another row for each tensor."""
+    return {slot.tensor.name: index for index, slot in enumerate(stored.unit.slots)}
+
+
+def chunks_of(
+    stored: StoredUnit,
+    *,
+    chunk_elems: int = 2048,
+    unit_index: int = 0,
+    deadline: int = 0,
+    **changes,
+):
+    settings = {"streams": stored.streams(), "rows": row_of(stored), **changes}
+    return build_unit_chunks(
+        stored.unit, unit_index=unit_index, chunk_elems=chunk_elems, deadline=deadline, **settings
+    )
+
+
+def submit(
+    pipeline: UpdatePipeline,
+    *stored: StoredUnit,
+    released: bool = True,
+    checksums: bool = False,
+    **settings,
+) -> UpdateJob:
+    """One job; unit i has deadline i."""
+    parts = [
+        chunks_of(unit, unit_index=index, deadline=index, **settings)
+        for index, unit in enumerate(stored)
+    ]
+    chunks, segments = stack(parts)
+    flags = np.full(len(stored), released, np.uint8)
+    names = [unit.unit.name for unit in stored]
+    return pipeline.submit(
+        chunks, segments, ROWS, flags, unit_names=names, keep_alive=stored, checksums=checksums
+    )
+
+
+def assert_updated(stored: StoredUnit) -> None:
+    expected = stored.expected(ROWS, row_of(stored))
+    assert expected[Role.PARAM] != stored.initial[Role.PARAM].view(torch.uint8).numpy().tobytes()
+    assert stored.written() == expected
 
 
 def _raw(tensor: torch.Tensor) -> bytes:

@@ -1,7 +1,8 @@
 /* Jobs from several threads on one pipeline, with releases, cancellations, errors and early ends: for the sanitizers.
  *
- * Each round writes known bytes, updates units with rows that change nothing but the weight decay, and checks what was
- * written wherever the job succeeded.  Usage: stress FILE ROUNDS BACKEND(enum aio_backend_id)
+ * Each round updates units with rows that change nothing but the weight decay, and checks what was written, and its
+ * checksums, wherever the job succeeded.  Some weights and gradients lie in memory that is filled just before the release.
+ * Usage: stress FILE ROUNDS BACKEND(enum aio_backend_id)
  */
 #include <errno.h>
 #include <fcntl.h>
@@ -12,13 +13,16 @@
 #include <string.h>
 #include <unistd.h>
 
+#include "crc/crc.h"
 #include "update/update.h"
 
-enum { CHUNK_ELEMS = 2048, NUM_SLOTS = 3, NUM_SUBMITTERS = 3, NUM_UNITS = 3, CHUNKS_A_UNIT = 3 };
+enum { CHUNK_ELEMS = 2048, NUM_SLOTS = 4, NUM_SUBMITTERS = 3, NUM_UNITS = 3, CHUNKS_A_UNIT = 3 };
 enum { NUM_CHUNKS = NUM_UNITS * CHUNKS_A_UNIT, CHUNK_BYTES = CHUNK_ELEMS * 16 };
 
 static update_pipeline *pipeline;
 static aio_file file, closed_file = {.direct_fd = -1, .buffered_fd = -1, .alignment = 512};
+static uint16_t host_weights[NUM_SUBMITTERS][NUM_CHUNKS][CHUNK_ELEMS] __attribute__((aligned(4096)));
+static float host_gradients[NUM_SUBMITTERS][NUM_CHUNKS][CHUNK_ELEMS] __attribute__((aligned(4096)));
 static int rounds;
 static atomic_int failures, updated, cancelled, failed;
 
@@ -73,16 +77,70 @@ static void check_written(uint32_t submitter)
     }
 }
 
+/* One block of a role: three chunks of ones. */
+static void check_checksums(update_job *job)
+{
+    uint16_t ones[CHUNKS_A_UNIT * CHUNK_ELEMS];
+    for (uint32_t i = 0; i < CHUNKS_A_UNIT * CHUNK_ELEMS; i++)
+        ones[i] = 0x3f80;
+    for (uint32_t unit = 0; unit < NUM_UNITS; unit++) {
+        uint64_t sums[2];
+        CHECK(update_job_checksums(job, unit, UPDATE_PARAM, sums, 2) == 1);
+        CHECK(sums[0] == crc_add(0, ones, sizeof ones));
+        CHECK(update_job_checksums(job, unit, UPDATE_GRAD, sums, 2) == 0);
+    }
+}
+
+/* Chunk i of unit i % NUM_UNITS. */
+static void fill_memory(uint32_t submitter, uint32_t unit)
+{
+    for (uint32_t chunk = unit; chunk < NUM_CHUNKS; chunk += NUM_UNITS)
+        for (uint32_t i = 0; i < CHUNK_ELEMS; i++) {
+            host_weights[submitter][chunk][i] = 0x4000;
+            host_gradients[submitter][chunk][i] = (float)i;
+        }
+}
+
+static void forget_memory(uint32_t submitter)
+{
+    for (uint32_t chunk = 0; chunk < NUM_CHUNKS; chunk++)
+        for (uint32_t i = 0; i < CHUNK_ELEMS; i++)
+            CHECK(host_weights[submitter][chunk][i] == 0x4000);
+    memset(host_weights[submitter], 0xff, sizeof host_weights[submitter]);
+    memset(host_gradients[submitter], 0xff, sizeof host_gradients[submitter]); /* NaN */
+}
+
+/* Weights and gradients of some chunks: in memory, or on disk and read late. */
+static void place_late(update_chunk *chunk, uint32_t submitter, uint32_t index, uint32_t round)
+{
+    update_stream *weights = &chunk->streams[UPDATE_PARAM], *gradients = &chunk->streams[UPDATE_GRAD];
+    if ((index + round) % 2) {
+        weights->host = host_weights[submitter][index];
+        weights->read_file = NULL;
+        weights->flags = UPDATE_COPY_IN;
+    } else {
+        weights->flags = UPDATE_AFTER_RELEASE;
+    }
+    if ((index + round) % 3 == 0)
+        gradients->flags = UPDATE_AFTER_RELEASE;
+    if ((index + round) % 3 == 1)
+        gradients->host = host_gradients[submitter][index];
+}
+
 struct release {
     update_job *job;
-    uint32_t count; /* units 0 to count - 1, from the last */
+    uint32_t submitter;
+    uint32_t first; /* units first to NUM_UNITS - 1, from the last; those before have been released */
 };
 
 static void *release_units(void *arg)
 {
     struct release *release = arg;
-    for (uint32_t unit = release->count; unit-- > 0;)
+    for (uint32_t unit = NUM_UNITS; unit-- > release->first;) {
+        fill_memory(release->submitter, unit);
         CHECK(update_release(release->job, unit) == 0);
+    }
+    CHECK(update_release(release->job, UPDATE_ALL) == 0);
     return NULL;
 }
 
@@ -94,12 +152,15 @@ static update_job *submit(uint32_t submitter, uint32_t round, enum ending ending
     update_segment segments[NUM_CHUNKS];
     simd_adam_row row = {.decay = 0.5f, .eps = 1.0f, .inv_sqrt_bias2 = 1.0f};
     uint8_t released[NUM_UNITS] = {round % 2, 0, 0};
+    if (round % 2)
+        fill_memory(submitter, 0);
     for (uint32_t i = 0; i < NUM_CHUNKS; i++) {
         chunks[i] = (update_chunk){
             .deadline = (i * 7 + round) % 5, .unit = i % NUM_UNITS, .num_elems = CHUNK_ELEMS, .first_segment = i,
             .num_segments = 1};
         segments[i] = (update_segment){0, CHUNK_ELEMS, 0};
         place(&chunks[i], start_of(submitter, i));
+        place_late(&chunks[i], submitter, i, round);
     }
     if (ending == BAD_READ)
         chunks[round % NUM_CHUNKS].streams[UPDATE_EXP_AVG].read_file = &closed_file;
@@ -125,8 +186,10 @@ static void end_job(update_job *job, uint32_t submitter, enum ending ending)
         CHECK(error.op == (ending == BAD_READ ? AIO_READ : AIO_WRITE));
     }
     atomic_fetch_add(status == 0 ? &updated : status == -ECANCELED ? &cancelled : &failed, 1);
-    if (status == 0)
+    if (status == 0) {
         check_written(submitter);
+        check_checksums(job);
+    }
 }
 
 static void *run_jobs(void *arg)
@@ -135,13 +198,14 @@ static void *run_jobs(void *arg)
     for (uint32_t round = 0; round < (uint32_t)rounds; round++) {
         enum ending ending = (round + submitter) % NUM_ENDINGS;
         update_job *job = submit(submitter, round, ending);
-        struct release release = {job, NUM_UNITS};
+        struct release release = {job, submitter, round % 2};
         pthread_t releaser;
         pthread_create(&releaser, NULL, release_units, &release);
         CHECK(update_wait(job, 0, 1000) <= 0); /* sometimes late, sometimes not: both must be sound */
         end_job(job, submitter, ending);
         pthread_join(releaser, NULL);
         update_job_free(job);
+        forget_memory(submitter);
     }
     return NULL;
 }
@@ -173,7 +237,8 @@ int main(int argc, char **argv)
         return 3;
     }
     CHECK(posix_memalign(&slots, 4096, NUM_SLOTS * update_slot_bytes(CHUNK_ELEMS, 4)) == 0);
-    update_config update = {.num_slots = NUM_SLOTS, .chunk_elems = CHUNK_ELEMS, .grad_elem_bytes = 4, .num_threads = 2};
+    update_config update = {.num_slots = NUM_SLOTS, .chunk_elems = CHUNK_ELEMS, .grad_elem_bytes = 4,
+                            .num_threads = 2, .num_preread = 3, .num_writing = 1};
     CHECK(update_open(queue, slots, &update, &pipeline) == 0);
     pthread_t threads[NUM_SUBMITTERS];
     for (uintptr_t i = 0; i < NUM_SUBMITTERS; i++)
