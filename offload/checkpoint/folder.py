@@ -161,6 +161,21 @@ def prune(directory: Path, keep: int) -> None:
         remove(directory, item.note.tag)
 
 
+def left_overs(directory: Path) -> list[tuple[Path, int]]:
+    """Hidden folders that a dead process left, and the bytes that `settle` would free."""
+    if not directory.is_dir():
+        return []
+    found = []
+    for name in sorted(os.listdir(directory)):
+        hidden, path = _HIDDEN.fullmatch(name), directory / name
+        if hidden is None or not path.is_dir():
+            continue
+        restored = hidden[2] == "old" and not (directory / hidden[1]).exists()
+        if not restored and not (hidden[2] == "saving" and holder(path) is not None):
+            found.append((path, _own_bytes(path)))
+    return found
+
+
 def settle(directory: Path) -> int:
     """Finish or undo what a dead process left half done; return the bytes it freed."""
     freed = 0
@@ -196,7 +211,12 @@ def _remove_folder(folder: Path) -> int:
     """Remove a folder of plain files, the note first; return its bytes that nobody else holds."""
     if not folder.is_dir():
         return 0
+    num_bytes = _own_bytes(folder)
     (folder / NOTE_NAME).unlink(missing_ok=True)
-    stats = [entry.stat() for entry in os.scandir(folder)]
     shutil.rmtree(folder)
+    return num_bytes
+
+
+def _own_bytes(folder: Path) -> int:
+    stats = [entry.stat() for entry in os.scandir(folder)]
     return sum(stat.st_blocks * 512 for stat in stats if stat.st_nlink == 1)

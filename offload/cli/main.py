@@ -7,13 +7,16 @@ from pathlib import Path
 
 import click
 
-from offload.cli import shell
+from offload.cli import inspect, shell
 
 
 @click.group("offload", no_args_is_help=False)
 @click.version_option(package_name="offload-engine")
 def command() -> None:
     """Train models larger than the machine."""
+
+
+command.add_command(inspect.command)
 
 
 @command.command("report")

@@ -46,9 +46,18 @@ class Space:
 
 
 def place(
-    found: Found, units: Sequence[UnitExtents], num_sides: int, scratch_bytes: int
+    found: Found,
+    units: Sequence[UnitExtents],
+    num_sides: int,
+    *,
+    scratch_bytes: int = 0,
+    rates: Sequence[float] | None = None,
 ) -> list[FileLayout]:
     """Spread the units over the paths; raise with the arithmetic when they do not fit."""
+    if rates is not None and not (len(rates) == len(found.folders) and min(rates) > 0):
+        raise ConfigError(
+            f"rates: expected one > 0 for each of {len(found.folders)} paths, got {list(rates)}."
+        )
     if not 1 <= num_sides <= len(SIDE_NAMES):
         raise ConfigError(f"num_sides: expected 1 or 2, got {num_sides}.")
     if len({unit.name for unit in units}) < len(units) or not units:
@@ -57,7 +66,7 @@ def place(
     # Paths on one file system share what is free there.
     sharing = [sum(other.device == space.device for other in spaces) for space in spaces]
     free = [space.free_bytes // count for space, count in zip(spaces, sharing, strict=True)]
-    layouts = spread(units, free, num_sides)
+    layouts = spread(units, free, num_sides, rates)
     data = [0] * len(spaces)
     for layout in layouts:
         data[layout.path] += layout.file_bytes
@@ -188,7 +197,8 @@ def _log_reclaimed(store_folder: Path) -> None:
 
 def _fill(folders: Sequence[Path], manifest: Manifest) -> None:
     for index, store_folder in enumerate(folders):
-        part = folder.Part(manifest.store_id, index, len(folders))
+        places = tuple(str(each.parent.resolve()) for each in folders)
+        part = folder.Part(manifest.store_id, index, len(folders), places)
         durable.replace(store_folder / folder.PART_NAME, folder.encode_part(part))
     for name in folder.COMMIT_NAMES:
         fd = os.open(folders[0] / name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)

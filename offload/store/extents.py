@@ -108,22 +108,32 @@ def lay_out_file(
 
 
 def spread(
-    units: Sequence[UnitExtents], free_bytes: Sequence[int], num_sides: int
+    units: Sequence[UnitExtents],
+    free_bytes: Sequence[int],
+    num_sides: int,
+    rates: Sequence[float] | None = None,
 ) -> list[FileLayout]:
-    """Give each unit a path: the one with the fewest bytes so far among those with room.
+    """Give each unit the path that would be done with it first, among those with room.
 
-    Equal bytes per drive, so that the drives' rates add up.  Where no path has room, the emptiest
-    takes the unit; the caller's check of the sums reports it.
+    Bytes per drive in proportion to `rates` (None: all the same), so that the rates add up.  Large
+    units choose first: the small ones then even out.  Equal ones keep their order, so neighbours
+    lie on different drives.  Where no path has room, the emptiest takes the unit; the caller's
+    check of the sums reports it.
     """
+    per_path = rates or [1.0] * len(free_bytes)
     used = [0] * len(free_bytes)
-    layouts: list[FileLayout] = []
-    for index, unit in enumerate(units):
-        num_bytes = lay_out_file(unit, index, path=0).file_bytes * num_sides
+    sizes = [lay_out_file(unit, 0, path=0).file_bytes * num_sides for unit in units]
+    paths = [0] * len(units)
+    for index in sorted(range(len(units)), key=lambda i: -sizes[i]):
+        num_bytes = sizes[index]
         fits = [i for i, free in enumerate(free_bytes) if free - used[i] >= num_bytes]
         if fits:
-            path = min(fits, key=lambda i: used[i])
+            path = min(fits, key=lambda i: (used[i] + num_bytes) / per_path[i])
         else:
             path = max(range(len(used)), key=lambda i: free_bytes[i] - used[i])
         used[path] += num_bytes
-        layouts.append(lay_out_file(unit, index, path=path, num_sides=num_sides))
-    return layouts
+        paths[index] = path
+    return [
+        lay_out_file(unit, index, path=paths[index], num_sides=num_sides)
+        for index, unit in enumerate(units)
+    ]

@@ -42,6 +42,11 @@ class Part:
     store_id: str
     index: int
     num_paths: int
+    paths: tuple[str, ...] = ()  # where all folders lay when the store was made
+
+    def place_of(self, index: int) -> str:
+        """` (it was made at PATH)`, or nothing where that is not known."""
+        return f" (it was made at {self.paths[index]})" if index < len(self.paths) else ""
 
 
 @dataclass(frozen=True)
@@ -101,11 +106,13 @@ def _read_part(folder: Path) -> Part | None:
         return None
     except OSError as error:
         raise StoreError(f"store {folder}: cannot be read: {error.strerror or error}.") from error
-    return Part(value["store_id"], value["index"], value["num_paths"])
+    paths = tuple(value.get("paths", ()))
+    return Part(value["store_id"], value["index"], value["num_paths"], paths)
 
 
 def encode_part(part: Part) -> bytes:
     value = {"store_id": part.store_id, "index": part.index, "num_paths": part.num_paths}
+    value["paths"] = list(part.paths)
     return format.encode_text("part", value)
 
 
@@ -120,7 +127,8 @@ def check_half_made(found: Found) -> None:
         if part is not None and part.store_id not in ids:
             raise StoreError(
                 f"store {folder}: is folder {part.index + 1} of {part.num_paths} of a store whose "
-                "manifest lies elsewhere. Give all of its paths, or another name."
+                f"manifest lies elsewhere{part.place_of(0)}. Give all of its paths, check that "
+                "each drive is mounted, or use another name."
             )
 
 

@@ -14,9 +14,9 @@ from pathlib import Path
 
 from offload.errors import OffloadError, StoreError
 from offload.store import checksum, files, folder, recover
-from offload.store.build import describe_content
+from offload.store.build import describe_content, format_bytes
 from offload.store.commits import CommitLog
-from offload.store.format import Manifest, Record
+from offload.store.format import Manifest, Record, UnitFlag
 from offload.store.lock import FolderLock, holder, release
 
 Paths = Sequence[str | os.PathLike[str]]
@@ -34,6 +34,7 @@ class StoreReport:
     problems: tuple[str, ...]
     data_bytes: int  # on the disk, without scratch
     scratch_bytes: int
+    reserved_bytes: int  # of the data: what takes the place of files that checkpoints share
 
     @property
     def reclaimable_bytes(self) -> int:
@@ -52,16 +53,24 @@ class StoreReport:
             lines.append(f"  {len(self.manifest.files)} units, {sides} side{'s' * (sides > 1)}")
         if self.record is not None:
             flushed = "flushed" if self.record.flushed else "not flushed"
+            sealed = sum(UnitFlag.CHECKSUMS in flag for flag in self.record.flags.values())
             lines.append(
                 f"  generation {self.record.generation} "
-                f'(durability="{self.record.durability}", {flushed})'
+                f'(durability="{self.record.durability}", {flushed}), '
+                f"{sealed} of {len(self.record.flags)} units have checksums"
             )
         elif not self.problems:
-            lines.append("  no generation: a left-over of a job that ended before its first commit")
-        lines.append(f"  {self.data_bytes} bytes of data, {self.scratch_bytes} of scratch")
+            lines.append(
+                "  no generation: a left-over of a job that ended before its first commit, "
+                'or was killed with durability="none"'
+            )
+        sizes = f"{format_bytes(self.data_bytes)} of data"
+        if self.reserved_bytes:
+            sizes += f", {format_bytes(self.reserved_bytes)} of it reserved beside checkpoints"
+        lines.append(f"  {sizes}, {format_bytes(self.scratch_bytes)} of scratch")
         lines += [f"  PROBLEM: {problem}" for problem in self.problems]
         if self.reclaimable_bytes:
-            lines.append(f"  {self.reclaimable_bytes} bytes can be reclaimed")
+            lines.append(f"  {format_bytes(self.reclaimable_bytes)} can be reclaimed")
         return "\n".join(lines)
 
 
@@ -78,7 +87,7 @@ def find_stores(paths: Paths) -> list[StoreReport]:
 
 def describe(paths: Paths, name: str) -> StoreReport:
     """Report on one store; damage is listed, not raised."""
-    sizes = {True: 0, False: 0}
+    sizes = dict.fromkeys(("data", "scratch", "reserved"), 0)
     manifest: Manifest | None = None
     record: Record | None = None
     problems: list[str] = []
@@ -99,7 +108,9 @@ def describe(paths: Paths, name: str) -> StoreReport:
         for entry in os.scandir(store_folder):
             if not entry.name.startswith(folder.PIN_PREFIX):  # further names of data files
                 is_scratch = entry.name.startswith(folder.SCRATCH_PREFIX)
-                sizes[is_scratch] += entry.stat().st_blocks * 512
+                num_bytes = entry.stat().st_blocks * 512
+                sizes["scratch" if is_scratch else "data"] += num_bytes
+                sizes["reserved"] += num_bytes * entry.name.endswith(folder.NEXT_SUFFIX)
     pids = [pid for pid in map(holder, folders) if pid is not None]
     return StoreReport(
         name=name,
@@ -108,8 +119,9 @@ def describe(paths: Paths, name: str) -> StoreReport:
         manifest=manifest,
         record=record,
         problems=tuple(problems),
-        data_bytes=sizes[False],
-        scratch_bytes=sizes[True],
+        data_bytes=sizes["data"],
+        scratch_bytes=sizes["scratch"],
+        reserved_bytes=sizes["reserved"],
     )
 
 
@@ -124,6 +136,13 @@ def verify(paths: Paths, name: str) -> Iterator[tuple[str, list[str]]]:
     folders = recover.order_folders(found, manifest)
     with contextlib.closing(CommitLog(folders[0], manifest, read_only=True)) as log:
         record = recover.newest_record(log, manifest)
+    yield from verify_record(folders, manifest, record)
+
+
+def verify_record(
+    folders: Sequence[Path], manifest: Manifest, record: Record
+) -> Iterator[tuple[str, list[str]]]:
+    """Read what a record names, unit by unit; as `verify`."""
     data = files.DataFiles(folders, manifest, read_only=True)
     for layout in manifest.files:
         problems = _file_problems(folders, manifest, record, only=layout.unit)

@@ -17,7 +17,7 @@ from offload.errors import StoreCorrupt, StoreError
 from offload.store import checksum
 from offload.store.commits import CommitLog
 from offload.store.files import DataFiles
-from offload.store.folder import Found
+from offload.store.folder import Found, check_half_made
 from offload.store.format import Manifest, Record, decode_manifest
 from offload.store.lock import boot_id
 
@@ -27,6 +27,7 @@ _MAX_DIFFERENCES = 4
 
 def read_manifest(found: Found, name: str) -> Manifest:
     if found.manifest is None:
+        check_half_made(found)
         where = ", ".join(str(folder) for folder in found.folders)
         raise StoreError(
             f"store {name!r}: expected a store at {where}, got none. "
@@ -44,9 +45,12 @@ def order_folders(found: Found, manifest: Manifest) -> tuple[Path, ...]:
     }
     missing = sorted(set(range(manifest.num_paths)) - set(by_index))
     if missing:
+        known = [part for part in found.parts if part and part.store_id == manifest.store_id]
+        place = known[0].place_of(missing[0]) if known else ""
         raise StoreError(
             f"store {manifest.name!r}: expected {manifest.num_paths} folders, got "
-            f"{len(by_index)}: number {missing[0] + 1} is not at the given paths. "
+            f"{len(by_index)}: number {missing[0] + 1}{place} is not at the "
+            "given paths. "
             "Give all paths of the store, and check that each drive is mounted."
         )
     return tuple(by_index[index] for index in range(manifest.num_paths))

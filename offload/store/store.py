@@ -80,11 +80,13 @@ class Store(contextlib.AbstractContextManager["Store"]):
         durability: str = "process",
         fresh: bool = False,
         scratch_bytes: int = 0,
+        rates: Sequence[float] | None = None,
     ) -> Store:
         """Reserve a new store whole; nothing is committed yet and side 0 may be written.
 
         `layout` describes the model in JSON values; `open` compares it.  `scratch_bytes` joins the
-        check of free space for what `scratch` will ask.  `fresh` discards a store of this name.
+        check of free space for what `scratch` will ask.  `rates`: bytes per second of each path,
+        to which its share is proportional.  `fresh` discards a store of this name.
         Raises `StoreError`, with nothing left behind, when a path is missing, unwritable or too
         full, when the name is in use, or when it holds something and `fresh` is false.
         """
@@ -95,7 +97,9 @@ class Store(contextlib.AbstractContextManager["Store"]):
                 if holder(store_folder) is not None:
                     raise in_use(store_folder)
             build.refuse_existing(found, fresh=fresh)
-            placed = build.place(found, units, num_sides, scratch_bytes)
+            placed = build.place(
+                found, units, num_sides, scratch_bytes=scratch_bytes, rates=rates
+            )
             manifest = build.describe_new(
                 found, name, placed=placed, num_sides=num_sides, layout=recover.plain(layout)
             )
