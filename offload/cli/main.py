@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from offload.cli import inspect, shell
+from offload.cli import export, import_, inspect, shell
 
 
 @click.group("offload", no_args_is_help=False)
@@ -16,6 +16,8 @@ def command() -> None:
     """Train models larger than the machine."""
 
 
+command.add_command(export.command)
+command.add_command(import_.command)
 command.add_command(inspect.command)
 
 

@@ -5,17 +5,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
 import click
 
-from offload.errors import ConfigError
+from offload.errors import ConfigError, OffloadError, StoreError
 
 IMPOSSIBLE = 2
 INTERRUPTED = 128 + signal.SIGINT
@@ -40,6 +41,17 @@ def refuse(name: str, message: str) -> NoReturn:
     """Say what is wrong in one line on stderr and leave with status 2."""
     click.echo(f"{name}: {' '.join(message.split())}", err=True)
     raise SystemExit(IMPOSSIBLE)
+
+
+@contextlib.contextmanager
+def one_line() -> Iterator[None]:
+    """Tell of an error that the library raises on purpose in one line; its status is 1 or 2."""
+    try:
+        yield
+    except OffloadError as error:
+        name = click.get_current_context().command_path
+        click.echo(f"{name}: {' '.join(str(error).split())}", err=True)
+        raise SystemExit(1 if isinstance(error, StoreError) else IMPOSSIBLE) from None
 
 
 def terminate_as_exception() -> None:

@@ -13,7 +13,7 @@ import contextlib
 import logging
 import os
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Self
 
@@ -43,6 +43,7 @@ from offload.engine.step import Groups
 from offload.errors import ConfigError, OffloadError, StateError
 from offload.interchange.export import export_safetensors
 from offload.interchange.notes import ModelNotes
+from offload.interchange.pretrained import load_pretrained
 from offload.metrics import Metrics
 from offload.optim.optimizer import OffloadOptimizer
 from offload.partition.unit import Role
@@ -97,6 +98,18 @@ class OffloadEngine:
             self.track(lr_scheduler=lr_scheduler)
         for line in self.describe().splitlines():
             _LOG.info(line)
+
+    @classmethod
+    def from_pretrained(
+        cls, folder: str | os.PathLike[str], *,
+        make: Callable[[], nn.Module] | None = None, **settings: Any,
+    ) -> Self:  # fmt: skip
+        """Train the model that `folder` holds as safetensors; memory never holds its weights.
+
+        `make` builds the module where config.json does not name an architecture of transformers.
+        """
+        scratch = make_config({"nvme_path": settings.get("nvme_path")}).nvme_path[0]
+        return cls(load_pretrained(Path(folder), scratch=scratch, make=make), **settings)
 
     # --- the three verbs
 

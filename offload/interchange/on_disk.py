@@ -6,8 +6,9 @@
     engine = OffloadEngine(model, nvme_path="/mnt/nvme", ...)
 
 A parameter that something else still views (`w = torch.empty(...); self.w = Parameter(w)`) moves
-once nothing does: when its module is registered in another, or when the block ends.  The tensors
-stay ordinary ones, so nothing has to be gathered and every operation gives its usual bits.
+once nothing does: it is looked at again when another is registered, when its module is, and when
+the block ends.  The tensors stay ordinary ones, so nothing has to be gathered and every operation
+gives its usual bits.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import os
 import weakref
+from collections import deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,6 +29,7 @@ from offload.config import make_config
 from offload.interchange.backing import BackingFile
 
 LEAST_BYTES = 64 << 10  # smaller parameters stay in memory
+_MAX_WAITING = 16  # parameters looked at again whenever one is registered
 _OWN_REFERENCES = 2  # to a storage that nothing else views: the tensor's, and the one that asks
 
 
@@ -63,9 +66,15 @@ class _Mover:
         self._backing = backing
         self._seen: dict[int, weakref.ref[nn.Parameter]] = {}  # by id
         self._moved: dict[int, int] = {}  # id -> address in the file
+        self._waiting: deque[weakref.ref[nn.Parameter]] = deque(maxlen=_MAX_WAITING)
 
     def on_parameter(self, module: nn.Module, name: str, parameter: nn.Parameter) -> None:
-        self.move(parameter)
+        for reference in [self._waiting.popleft() for _ in range(len(self._waiting))]:
+            waiting = reference()
+            if waiting is not None and not self.move(waiting):
+                self._waiting.append(reference)
+        if not self.move(parameter):
+            self._waiting.append(weakref.ref(parameter))
 
     def on_module(self, module: nn.Module, name: str, child: nn.Module | None) -> None:
         """`child` is made: what its `__init__` held on to is gone."""
@@ -81,34 +90,42 @@ class _Mover:
             if parameter is not None:
                 self.move(parameter)
 
-    def move(self, parameter: nn.Parameter) -> None:
+    def move(self, parameter: nn.Parameter) -> bool:
+        """Move it if that is possible; False: not now, since something else refers to its data."""
         key = id(parameter)
         if not self._is_known(parameter):
             self._seen[key] = weakref.ref(parameter)
             self._moved.pop(key, None)
-        if self._moved.get(key) == parameter.data_ptr() or not _is_movable(parameter):
-            return
+        if not _is_for_file(parameter) or self._moved.get(key) == parameter.data_ptr():
+            return True
+        if _is_shared(parameter):
+            return False
         flat = self._backing.empty(parameter.numel(), parameter.dtype)
         with torch.no_grad():
             target = flat.as_strided(parameter.shape, parameter.stride())
             target.copy_(parameter.data)
             parameter.data = target
         self._moved[key] = target.data_ptr()
+        return True
 
     def _is_known(self, parameter: nn.Parameter) -> bool:
         reference = self._seen.get(id(parameter))
         return reference is not None and reference() is parameter
 
 
-def _is_movable(parameter: nn.Parameter) -> bool:
-    """True for a large dense tensor in memory whose data nothing else refers to."""
+def _is_for_file(parameter: nn.Parameter) -> bool:
+    """True for a large dense tensor in memory."""
     if type(parameter.data) is not torch.Tensor or parameter.device.type != "cpu":
         return False
     num_bytes = parameter.numel() * parameter.itemsize
+    if num_bytes < LEAST_BYTES or parameter.layout is not torch.strided:
+        return False
+    return parameter.untyped_storage().nbytes() == num_bytes
+
+
+def _is_shared(parameter: nn.Parameter) -> bool:
     storage = parameter.untyped_storage()
-    dense = storage.nbytes() == num_bytes and parameter.layout is torch.strided
-    shared = torch._C._storage_Use_Count(storage._cdata) > _OWN_REFERENCES
-    return num_bytes >= LEAST_BYTES and dense and not shared
+    return bool(torch._C._storage_Use_Count(storage._cdata) > _OWN_REFERENCES)
 
 
 @contextlib.contextmanager

@@ -13,7 +13,6 @@ import json
 import mmap
 import os
 import struct
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,7 +75,7 @@ class SafetensorsFile:
                 name: _check_entry(name, value, num_bytes - self._data_start, path)
                 for name, value in header.items()
             }
-            self._map = mmap.mmap(file.fileno(), num_bytes, mmap.MAP_SHARED, mmap.PROT_READ)
+            self._map = _map(file.fileno(), num_bytes)
         self._map.madvise(mmap.MADV_SEQUENTIAL)
 
     @property
@@ -84,21 +83,21 @@ class SafetensorsFile:
         return {name: entry for name, (entry, _) in self._places.items()}
 
     def tensor(self, name: str) -> torch.Tensor:
-        """The tensor, in its shape, as a read-only view of the file; writing to it crashes."""
+        """The tensor, in its shape, as a view of the file; writing changes a copy of the page."""
         entry, offset = self._places[name]
         if not entry.num_elems:
             return torch.empty(entry.shape, dtype=entry.dtype)
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="The given buffer is not writable")
-            flat = torch.frombuffer(
-                self._map,
-                dtype=torch.uint8,
-                count=entry.num_bytes,
-                offset=self._data_start + offset,
-            )
+        start = self._data_start + offset
+        flat = torch.frombuffer(self._map, dtype=torch.uint8, count=entry.num_bytes, offset=start)
         if flat.data_ptr() % entry.dtype.itemsize:
             flat = flat.clone()  # torch and the kernels want elements aligned
         return flat.view(entry.dtype).view(entry.shape)
+
+
+def _map(fd: int, num_bytes: int) -> mmap.mmap:
+    """Private, so that nothing can change the file; without a claim on memory for copies."""
+    no_reserve = getattr(mmap, "MAP_NORESERVE", 0x4000)  # named since Python 3.13
+    return mmap.mmap(fd, num_bytes, mmap.MAP_PRIVATE | no_reserve, mmap.PROT_READ | mmap.PROT_WRITE)
 
 
 def _read_header(file: Any, num_bytes: int, path: Path) -> tuple[dict[str, Any], int]:

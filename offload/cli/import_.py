@@ -1,0 +1,65 @@
+"""offload import: a store with the weights of a model that somebody else saved."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from offload.cli import shell
+
+
+@click.command("import")
+@click.argument("folder", type=click.Path(path_type=Path, exists=True, file_okay=False))
+@click.option(
+    "--nvme", "paths", callback=shell.folders, metavar="DIR", multiple=True, required=True,
+    help="Folder on a local drive for the store; repeat it for several drives.",
+)  # fmt: skip
+@click.option("--name", help="Name of the store; default: the model's class and layout.")
+@click.option("--dtype", type=click.Choice(["bf16", "fp32"]), default="bf16", show_default=True)
+@click.option(
+    "--make", metavar="MODULE:FUNCTION",
+    help="What builds the model, where config.json does not tell.",
+)  # fmt: skip
+@click.option(
+    "--persistence-threshold", type=int, metavar="ELEMENTS",
+    help="The engine's param_persistence_threshold.",
+)  # fmt: skip
+@click.option("--host-memory", callback=shell.size, metavar="SIZE", help="Most memory to hold.")
+@click.option("--fresh", is_flag=True, help="Discard a store of this name.")
+def command(
+    *, folder: Path, paths: Sequence[Path], make: str | None, fresh: bool, dtype: str,
+    name: str | None, persistence_threshold: int | None, host_memory: int | None,
+) -> None:  # fmt: skip
+    """Make a store of the model in FOLDER (config.json and safetensors), to be trained from.
+
+    An OffloadEngine with this model, path, name, dtype and threshold goes on from it with
+    resume=True.
+    """
+    from offload.engine.facade import OffloadEngine
+
+    settings: dict[str, Any] = {
+        "nvme_path": list(paths), "name": name, "dtype": dtype, "host_memory": host_memory,
+        "param_persistence_threshold": persistence_threshold, "device": "cpu",
+        "resume": False if fresh else None,
+    }  # fmt: skip
+    with (
+        shell.one_line(),
+        OffloadEngine.from_pretrained(folder, make=_function(make), **settings) as engine,
+    ):
+        click.echo(engine.describe())
+
+
+def _function(spec: str | None) -> Callable[[], Any] | None:
+    """`package.module:name`, found as Python finds modules from the current folder."""
+    if spec is None:
+        return None
+    module, _, name = spec.partition(":")
+    try:
+        found: Callable[[], Any] = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise click.BadParameter(f"{spec}: {error}.", param_hint="--make") from None
+    return found
