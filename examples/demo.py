@@ -37,7 +37,7 @@ class Demo:
     arguments: tuple[str, ...] = (
         *("--layers", "14", "--width", "768", "--heads", "12", "--checkpointing"),
         *("--batch", "4", "--seq", "64", "--steps", "80", "--lr", "6e-4", "--eval-every", "20"),
-        *("--max-minutes", "6.5"),  # a slow or busy machine ends in time too, with fewer steps
+        *("--max-minutes", "5"),  # a slow or busy machine ends in time too, with fewer steps
     )
 
     @property
@@ -46,14 +46,13 @@ class Demo:
 
 
 class PeakMemory(threading.Thread):
-    """Greatest private memory of a process until `stop()`: before and since `mark` exists."""
+    """Greatest private memory of a process, sampled until `stop()`."""
 
-    def __init__(self, pid: int, mark: Path) -> None:
+    def __init__(self, pid: int) -> None:
         super().__init__(daemon=True)
         self._status = Path(f"/proc/{pid}/status")
-        self._mark = mark
         self._ended = threading.Event()
-        self.before_bytes = self.since_bytes = 0
+        self.peak_bytes = 0
 
     def run(self) -> None:
         while not self._ended.wait(SAMPLE_INTERVAL_S):
@@ -61,18 +60,15 @@ class PeakMemory(threading.Thread):
 
     def sample(self) -> None:
         try:
-            now = private_bytes(self._status.read_text())
+            self.peak_bytes = max(self.peak_bytes, private_bytes(self._status.read_text()))
         except OSError:
-            return  # it has ended
-        if self._mark.exists():
-            self.since_bytes = max(self.since_bytes, now)
-        else:
-            self.before_bytes = max(self.before_bytes, now)
+            pass  # it has ended
 
-    def stop(self) -> None:
+    def stop(self) -> int:
         self._ended.set()
         self.join()
         self.sample()
+        return self.peak_bytes
 
 
 def private_bytes(status: str) -> int:
@@ -81,27 +77,26 @@ def private_bytes(status: str) -> int:
     return sum(int(row[1]) * 1024 for row in rows if row and row[0] in PRIVATE)
 
 
-def watch(command: list[str], mark: Path) -> tuple[int, PeakMemory]:
-    """Run `command` to its end; return its exit status and its peaks."""
+def peak_of(command: list[str]) -> tuple[int, int]:
+    """Run `command` to its end; return its exit status and its peak of private memory."""
     with subprocess.Popen(command) as child:
-        memory = PeakMemory(child.pid, mark)
+        memory = PeakMemory(child.pid)
         memory.start()
         try:
             status = child.wait()
         except KeyboardInterrupt:
             status = child.wait()  # Ctrl-C reached the child too: let it leave in order
-        memory.stop()
-        return status, memory
+        return status, memory.stop()
 
 
 def import_peak() -> int:
     """Private memory of a process that has imported everything and done nothing."""
     code = f"import sys; sys.path.insert(0, {str(HERE)!r}); import train_lm, offload, matplotlib"
     code += "; import time; time.sleep(0.2)"  # a few samples
-    status, memory = watch([sys.executable, "-c", code], mark=HERE)
+    status, peak = peak_of([sys.executable, "-c", code])
     if status:
         sys.exit("demo: the packages cannot be imported; run `make clean` and `make demo` again.")
-    return memory.since_bytes
+    return peak
 
 
 @dataclass(frozen=True)
@@ -111,8 +106,7 @@ class Outcome:
     demo: Demo
     final: dict[str, Any]
     steps: list[dict[str, Any]]
-    peak: int  # while training
-    construction: int  # peak before: the model is made in memory, then handed over
+    peak: int
     baseline: int  # of the imports
 
     @property
@@ -138,10 +132,8 @@ class Outcome:
         budgets = f"host {self.demo.host_mib} MiB, device {self.demo.device_mib} MiB"
         yield "both budgets", f"{mb(self.demo.budget_bytes)}: {budgets}"
         yield "state / budgets", f"{self.ratio:.2f}"
-        yield "peak memory", f"{mb(self.peak)} while training, measured from outside"
+        yield "peak memory", f"{mb(self.peak)}, measured from outside from start to end"
         yield "  above imports", f"{mb(self.above)}: budgets, activations, torch's working memory"
-        made = "the model is made in memory, 4 bytes a parameter, and handed over"
-        yield "  before", f"{mb(self.construction)}: {made}"
         yield "disk, mean step", f"read {mb(moved[0])}, written {mb(moved[1])}"
         yield "  per parameter", f"{per_param[0]:.1f} + {per_param[1]:.1f} bytes"
         seconds = statistics.median(row["seconds"] for row in self.steps)
@@ -163,10 +155,10 @@ def mb(num_bytes: int) -> str:
     return f"{num_bytes / 1e6:.0f} MB"
 
 
-def read_outcome(demo: Demo, numbers: Path, *, memory: PeakMemory, baseline: int) -> Outcome:
+def read_outcome(demo: Demo, numbers: Path, *, peak: int, baseline: int) -> Outcome:
     rows = [json.loads(line) for line in numbers.read_text().splitlines()]
     steps = [row for row in rows if "read_bytes" in row]
-    return Outcome(demo, rows[-1], steps, memory.since_bytes, memory.before_bytes, baseline)
+    return Outcome(demo, rows[-1], steps, peak, baseline)
 
 
 def main() -> None:
@@ -176,21 +168,18 @@ def main() -> None:
     demo = Demo()
     nvme = folder / "nvme"
     nvme.mkdir(parents=True, exist_ok=True)
-    numbers = folder / "metrics.jsonl"  # the run makes it when the engine stands
-    numbers.unlink(missing_ok=True)
     baseline = import_peak()
-    status, memory = watch(
+    status, peak = peak_of(
         [
             *(sys.executable, "-m", "offload.cli.train", "--nvme", str(nvme), "--fresh"),
             *("--host-memory", f"{demo.host_mib}MiB", "--device-memory", f"{demo.device_mib}MiB"),
             *(str(HERE / "train_lm.py"), "--out", str(folder), *demo.arguments),
-        ],
-        mark=numbers,
+        ]
     )
     if status:
         sys.exit(status)
     shutil.rmtree(nvme)  # 2.4 GB that nobody needs any more
-    outcome = read_outcome(demo, numbers, memory=memory, baseline=baseline)
+    outcome = read_outcome(demo, folder / "metrics.jsonl", peak=peak, baseline=baseline)
     for name, value in outcome.lines():
         print(f"{name:<16} {value}")
     broken = list(outcome.broken_promises())

@@ -85,6 +85,25 @@ def parameter_groups(model: nn.Module) -> list[dict[str, Any]]:
     return [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
 
 
+def make_model(args: argparse.Namespace, vocab: int) -> Decoder:
+    """The model, its weights on disk from the start unless all is to stay in memory."""
+    shape = Shape(
+        vocab=vocab,
+        layers=args.layers,
+        width=args.width,
+        heads=args.heads,
+        tied=args.tied,
+        checkpointing=args.checkpointing,
+    )
+    torch.manual_seed(args.seed)
+    if args.no_offload:
+        return Decoder(shape)
+    from offload import on_disk_init
+
+    with on_disk_init():
+        return Decoder(shape)
+
+
 def make_trainer(model: nn.Module, args: argparse.Namespace, device: torch.device) -> Any:
     groups = parameter_groups(model)
     if args.no_offload:
@@ -161,17 +180,7 @@ class Run:
         self.args = args
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.text = corpus.load(args.text, args.vocab)
-        torch.manual_seed(args.seed)
-        model = Decoder(
-            Shape(
-                vocab=self.text.vocab,
-                layers=args.layers,
-                width=args.width,
-                heads=args.heads,
-                tied=args.tied,
-                checkpointing=args.checkpointing,
-            )
-        )
+        model = make_model(args, self.text.vocab)
         self.num_params = sum(p.numel() for p in model.parameters())
         self.trainer = make_trainer(model, args, self.device)
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(
@@ -257,9 +266,9 @@ class Run:
             parameters=self.num_params,
             steps=self.trainer.global_step,
         )
+        self.trainer.close()
         picture = self.args.out / "loss.png"
         draw(self.record, entropy, picture)
-        self.trainer.close()
         print(f"validation loss {loss:.3f} nats per token; unigram entropy {entropy:.3f}")
         print(f"numbers: {self.record.path}   curve: {picture}")
 

@@ -135,7 +135,7 @@ def outcome(**changes: float) -> demo.Outcome:
     final = {"parameters": 99e6, "validation_loss": 2.5, "unigram_entropy": 3.2} | changes
     step = {"read_bytes": 1e9, "write_bytes": 1e9, "seconds": 2.0}
     peak = int(changes.get("peak", 800e6))
-    return demo.Outcome(demo.Demo(), final, [step], peak, 900_000_000, 300_000_000)
+    return demo.Outcome(demo.Demo(), final, [step], peak, 300_000_000)
 
 
 def test_the_demo_says_which_promise_was_not_kept() -> None:
@@ -146,36 +146,28 @@ def test_the_demo_says_which_promise_was_not_kept() -> None:
     assert dict(outcome().lines())["model state"].startswith("1188 MB")
 
 
-HOLDING = """
-block = bytearray(200 << 20)
-print("held", flush=True); input()
-del block
-print("freed", flush=True); input()
-"""
-
-
-def test_peaks_are_measured_from_outside_before_and_since_the_mark(tmp_path: Path) -> None:
-    mark = tmp_path / "mark"
+def test_the_peak_is_measured_from_outside() -> None:
+    code = "block = bytearray(200 << 20); print('held', flush=True); input(); del block"
+    code += "; print('freed', flush=True); input()"
     with subprocess.Popen(
-        [sys.executable, "-c", HOLDING], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as child:
         assert child.stdin is not None
         assert child.stdout is not None
-        memory = demo.PeakMemory(child.pid, mark)
+        memory, later = demo.PeakMemory(child.pid), demo.PeakMemory(child.pid)
         child.stdout.readline()
         memory.sample()
         child.stdin.write("\n")
         child.stdin.flush()
         child.stdout.readline()
-        mark.touch()
-        memory.start()
-        memory.stop()
+        for each in (memory, later):
+            each.start()
+            each.stop()
         child.communicate("\n")
-    memory.sample()  # the process has ended: the peaks stand
-    assert 200 << 20 < memory.before_bytes < 260 << 20
-    assert 0 < memory.since_bytes < 60 << 20
+    memory.sample()  # the process has ended: the peak stands
+    assert 200 << 20 < memory.peak_bytes < 260 << 20
+    assert 0 < later.peak_bytes < 60 << 20
 
 
-def test_the_demo_hands_on_the_status_of_its_child(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", "raise SystemExit(7)"]
-    assert demo.watch(command, tmp_path)[0] == 7
+def test_the_demo_hands_on_the_status_of_its_child() -> None:
+    assert demo.peak_of([sys.executable, "-c", "raise SystemExit(7)"])[0] == 7
