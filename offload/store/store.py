@@ -97,9 +97,7 @@ class Store(contextlib.AbstractContextManager["Store"]):
                 if holder(store_folder) is not None:
                     raise in_use(store_folder)
             build.refuse_existing(found, fresh=fresh)
-            placed = build.place(
-                found, units, num_sides, scratch_bytes=scratch_bytes, rates=rates
-            )
+            placed = build.place(found, units, num_sides, scratch_bytes=scratch_bytes, rates=rates)
             manifest = build.describe_new(
                 found, name, placed=placed, num_sides=num_sides, layout=recover.plain(layout)
             )

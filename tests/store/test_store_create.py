@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import multiprocessing
 import os
+import re
+import shutil
 import stat
 import subprocess
 from collections.abc import Callable, Iterator
@@ -217,7 +219,7 @@ def test_a_disk_that_fills_while_reserving_leaves_nothing(
     assert not list(small_disk.iterdir())
 
 
-def place_without_check(found, units, num_sides, scratch_bytes):
+def place_without_check(found, units, num_sides, **_):
     return spread(units, [1 << 60] * len(found.folders), num_sides)
 
 
@@ -342,10 +344,58 @@ def test_a_path_with_less_room_gets_fewer_units() -> None:
     assert [sum(layout.path == i for layout in placed) for i in (0, 1)] == [7, 3]
 
 
-def test_a_missing_folder_of_several_is_named(two_paths: Bench) -> None:
+@pytest.mark.parametrize("rates", [(1.0, 2.0), (2.0, 1.0), (1.0, 2.0, 3.0)])
+def test_bytes_split_in_proportion_to_the_rates_whatever_the_sizes(rates) -> None:
+    sizes = [3_000_000, *[700_000, 40_000, 900_000] * 12]
+    units = [UnitExtents(f"layer{i}", {Role.PARAM: size}) for i, size in enumerate(sizes)]
+    placed = spread(units, [10**12] * len(rates), 2, rates)
+    assert [layout.unit for layout in placed] == [unit.name for unit in units]
+    held = [sum(at.file_bytes for at in placed if at.path == i) for i in range(len(rates))]
+    for path, rate in enumerate(rates):
+        wanted = sum(held) * rate / sum(rates)
+        assert abs(held[path] - wanted) <= 0.1 * wanted
+
+
+def test_equal_neighbours_lie_on_different_drives() -> None:
+    units = [UnitExtents(f"layer{i}", {Role.PARAM: 700_000}) for i in range(9)]
+    paths = [layout.path for layout in spread(units, [10**12] * 2, 2, (1.0, 2.0))]
+    assert [sorted(paths[i : i + 3]) for i in (0, 3, 6)] == [[0, 1, 1]] * 3
+
+
+def test_a_store_lies_on_its_paths_as_the_rates_say(two_paths: Bench) -> None:
+    units = [UnitExtents(f"layer{i}", {Role.PARAM: 100_000}) for i in range(9)]
+    with Store.create(two_paths.paths, "wide", units, layout={}, rates=(1e9, 2e9)):
+        pass
+    per_path = [len(list((path / "offload-wide").glob("0*"))) for path in two_paths.paths]
+    assert per_path == [6, 12]  # two sides each
+
+
+def test_rates_that_do_not_fit_the_paths_are_refused(two_paths: Bench) -> None:
+    for rates in ((1.0,), (1.0, 0.0)):
+        with pytest.raises(ConfigError, match="one > 0 for each of 2 paths"):
+            two_paths.create(rates=rates)
+
+
+@pytest.mark.parametrize("missing", [0, 1])
+def test_a_missing_folder_of_several_is_named(two_paths: Bench, missing: int) -> None:
     two_paths.trained(1).close()
-    with pytest.raises(StoreError, match="expected 2 folders, got 1: number 2"):
-        Store.open(two_paths.paths[:1], two_paths.name)
+    left = two_paths.paths[1 - missing]
+    says = "expected 2 folders, got 1: number 2" if missing else "manifest lies elsewhere"
+    made_at = re.escape(f"(it was made at {two_paths.paths[missing].resolve()})")
+    for call in [Bench([left]).open] if missing else [Bench([left]).open, Bench([left]).create]:
+        with pytest.raises(StoreError, match=f"{says} {made_at}"):
+            call()
+
+
+def test_a_drive_that_is_not_mounted_is_named(two_paths: Bench) -> None:
+    two_paths.trained(1).close()
+    second = two_paths.paths[1]
+    shutil.rmtree(second / two_paths.folder.name)  # what an empty mount point looks like
+    with pytest.raises(StoreError, match=re.escape(str(second))):
+        two_paths.open()
+    second.rmdir()
+    with pytest.raises(StoreError, match=re.escape(str(second))):
+        two_paths.open()
 
 
 def test_a_store_may_be_moved(tmp_path: Path, bench: Bench) -> None:
