@@ -28,7 +28,7 @@ LEVELS: tuple[frozenset[str], ...] = (
     frozenset({"runtime", "optim"}),
     frozenset({"schedule", "store", "memory"}),
     frozenset({"partition"}),
-    frozenset({"config", "crc", "metrics", "kernels", "threads"}),
+    frozenset({"config", "crc", "metrics", "kernels", "profile", "threads"}),
     frozenset({"errors"}),
 )
 RANK = {name: rank for rank, names in enumerate(LEVELS) for name in names}

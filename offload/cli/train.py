@@ -59,6 +59,15 @@ class Job:
     help="What a finished step survives: the process's end, or a power loss too.",
 )
 @click.option(
+    "--profile",
+    "profiles",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    multiple=True,
+    help="What `offload-bench io` wrote, one for all drives or one for each; without it, what lies"
+    " in DIR is used.",
+)
+@click.option(
     "--aio-backend",
     type=click.Choice(["auto", "uring", "libaio", "threads"]),
     help="How to reach the drive; auto takes the first that works.",
@@ -68,6 +77,7 @@ class Job:
 def command(
     *,
     folders: Sequence[Path],
+    profiles: Sequence[Path],
     script: Path,
     arguments: tuple[str, ...],
     **settings: str | int | None,
@@ -77,11 +87,7 @@ def command(
         raise click.BadParameter(
             f"{script}: expected a Python file, got nothing there.", param_hint="SCRIPT"
         )
-    separated = [folder for folder in folders if os.pathsep in str(folder)]
-    if separated:
-        raise click.BadParameter(
-            f"{separated[0]}: a folder's name may not hold {os.pathsep!r}.", param_hint="--nvme"
-        )
+    check_separators({"--nvme": folders, "--profile": profiles})
     names = {
         "host_memory": "OFFLOAD_HOST_MEMORY",
         "device_memory": "OFFLOAD_DEVICE_MEMORY",
@@ -91,7 +97,19 @@ def command(
     }
     environment = {names[key]: str(value) for key, value in settings.items() if value is not None}
     environment["OFFLOAD_NVME"] = os.pathsep.join(str(folder.resolve()) for folder in folders)
+    if profiles:
+        environment["OFFLOAD_PROFILE"] = os.pathsep.join(str(file.resolve()) for file in profiles)
     return Job(script, arguments, environment)
+
+
+def check_separators(given: Mapping[str, Sequence[Path]]) -> None:
+    """Refuse names that cannot be told apart in one environment variable."""
+    for option, paths in given.items():
+        for path in paths:
+            if os.pathsep in str(path.resolve()):
+                raise click.BadParameter(
+                    f"{path}: a name may not hold {os.pathsep!r}.", param_hint=option
+                )
 
 
 def execute(job: Job) -> None:

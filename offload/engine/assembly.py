@@ -18,6 +18,7 @@ from torch import nn
 
 from offload import kernels
 from offload.config import EngineConfig
+from offload.engine.drives import Drives, plan_drives
 from offload.errors import ConfigError, StoreError
 from offload.memory.slab import Region, Slab, Slots
 from offload.partition.unit import STATE_ROLES, Role, Unit
@@ -50,6 +51,7 @@ class Blueprint:
     placement: Placement
     device_memory: int
     num_threads: int
+    drives: Drives
 
     @property
     def exact(self) -> bool:
@@ -94,7 +96,8 @@ def plan(model: nn.Module, config: EngineConfig) -> Blueprint:
     )
     threads = config.update_threads or available_cpus()
     return Blueprint(
-        config, model, device, compute, found, formats, placement, device_memory, threads
+        config, model, device, compute, found, formats, placement, device_memory, threads,
+        plan_drives(config),
     )  # fmt: skip
 
 
@@ -189,7 +192,7 @@ def open_store(blueprint: Blueprint) -> tuple[Store, bool]:
     store = Store.create(
         config.nvme_path, name, extents, layout=layout, durability=config.durability,
         num_sides=1 if config.durability == "none" else 2,
-        fresh=resume is False, scratch_bytes=spill_bytes(blueprint),
+        fresh=resume is False, scratch_bytes=spill_bytes(blueprint), rates=blueprint.drives.rates,
     )  # fmt: skip
     return store, False
 

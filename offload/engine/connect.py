@@ -15,6 +15,7 @@ from torch import nn
 
 import aio
 from offload.engine.assembly import Blueprint, HostMemory, divide, kernel_threads, open_store
+from offload.engine.drives import open_queue
 from offload.engine.editor import Editor
 from offload.engine.ledger import Ledger
 from offload.engine.loading import read_committed, write_initial
@@ -38,8 +39,6 @@ from offload.runtime.residency import Residency
 from offload.runtime.spill import Spiller, SpillFile
 from offload.schedule.placement import SUM_BYTES, grad_bytes
 from offload.store.store import Store
-
-READ_DEPTH = WRITE_DEPTH = 8
 
 
 @dataclass(frozen=True)
@@ -111,8 +110,7 @@ def _lay_ground(
     closing: contextlib.ExitStack,
 ) -> Ground:  # fmt: skip
     metrics = Metrics()
-    backend = blueprint.config.aio_backend
-    queue = aio.Queue(backend, read_depth=READ_DEPTH, write_depth=WRITE_DEPTH)
+    queue = open_queue(blueprint.drives)
     closing.callback(queue.close)
     memory = divide(blueprint)
     closing.callback(memory.slab.close)

@@ -19,6 +19,7 @@ def describe(parts: Parts) -> str:
     found = parts.ground.store.committed.generation if parts.ground.store.committed else 0
     held = len(placement.held)
     moves = str(blueprint.config.dtype).removeprefix("torch.")
+    drives = blueprint.drives
     computes = str(blueprint.compute_dtype).removeprefix("torch.")
     lines = [
         f"model     {num:,} parameters in {len(units)} units, {moves} moves, {computes} computes;"
@@ -33,8 +34,9 @@ def describe(parts: Parts) -> str:
         f"device    {blueprint.device}: {_size(blueprint.device_memory)}; largest unit"
         f" {_largest(units)};"
         f" {small.num_tensor_elems if small else 0:,} elements of small tensors stay",
-        f"engine    {parts.ground.queue.backend}, kernels {kernels.variant()},"
-        f" {blueprint.num_threads} threads",
+        f"engine    {parts.ground.queue.backend}, blocks of {drives.block_bytes >> 10} KiB,"
+        f" {drives.read_depth} + {drives.write_depth} in flight ({drives.source});"
+        f" kernels {kernels.variant()}, {blueprint.num_threads} threads",
     ]
     lines += [f"left      {reason}" for reason in blueprint.found.left_alone]
     return "\n".join(lines)

@@ -127,6 +127,16 @@ def test_settings_become_the_variables_that_the_engine_reads(
     }
 
 
+def test_profiles_reach_the_engine_in_their_order(
+    script: Path, drive: Path, tmp_path: Path
+) -> None:
+    from offload.config import make_config
+
+    files = [tmp_path / "a.json", tmp_path / "b.json"]
+    job = parse("--nvme", drive, "--profile", files[0], "--profile", files[1], script)
+    assert make_config({}, job.environment).profile == tuple(files)
+
+
 def test_the_engine_reads_what_the_command_sets(script: Path, drive: Path) -> None:
     from offload.config import make_config
 
@@ -145,6 +155,7 @@ def test_the_engine_reads_what_the_command_sets(script: Path, drive: Path) -> No
         (["--nvme", "{drive}"], "Missing argument"),
         (["--nvme", "{drive}/none", "{script}"], "got nothing there. Create it first."),
         (["--nvme", "{script}", "{script}"], "expected a folder, got a file"),
+        (["--nvme", "{drive}", "--profile", "a:b", "{script}"], "may not hold ':'"),
         (["--nvme", "{drive}", "{drive}/no.py"], "expected a Python file"),
         (["--nvme", "{drive}", "--host-memory", "2 parsecs", "{script}"], "'2 parsecs'"),
         (["--nvme", "{drive}", "--host-memory", "0", "{script}"], "positive"),

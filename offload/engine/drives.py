@@ -1,0 +1,82 @@
+"""The engine's I/O queue and the shares of its drives, as their profiles say or by default."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import aio
+from offload.config import EngineConfig
+from offload.errors import ConfigError
+from offload.profile import Profile, choose
+
+BLOCK_BYTES = 1 << 20
+READ_DEPTH = WRITE_DEPTH = 8  # blocks in flight, for each drive
+_LOG = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Drives:
+    """How the queue is opened, and how fast each path is relative to the others."""
+
+    backend: str
+    block_bytes: int
+    read_depth: int
+    write_depth: int
+    rates: tuple[float, ...] | None  # one for each path; None: not all are known
+    source: str  # where these numbers are from
+    fallback: str | None = None  # instead of a backend that only a profile asks for
+
+
+def plan_drives(config: EngineConfig) -> Drives:
+    """Decide from the profiles that are named or found; raises ConfigError."""
+    profiles = choose(config.profile, config.nvme_path)
+    known = [profile for profile in profiles if profile is not None]
+    if not known:
+        return Drives(
+            config.aio_backend, BLOCK_BYTES, READ_DEPTH * len(profiles),
+            WRITE_DEPTH * len(profiles), None, "defaults: no profile",
+        )  # fmt: skip
+    if len(known) < len(profiles):
+        _LOG.info("some paths have no profile: bytes are spread evenly. Run offload-bench io.")
+    backend = config.aio_backend
+    fallback = None
+    if backend == "auto":
+        backend, fallback = known[0].backend, "auto"
+    return Drives(
+        backend,
+        max(profile.block_bytes for profile in known),
+        sum(profile.read_depth if profile else READ_DEPTH for profile in profiles),
+        sum(profile.write_depth if profile else WRITE_DEPTH for profile in profiles),
+        _rates(profiles),
+        "profile of " + ", ".join(f"{profile.path}, {profile.date[:10]}" for profile in known),
+        fallback,
+    )
+
+
+def _rates(profiles: Sequence[Profile | None]) -> tuple[float, ...] | None:
+    """A step reads about as much as it writes, at the same time."""
+    known = [profile.mixed_bytes_per_s for profile in profiles if profile is not None]
+    return tuple(known) if len(known) == len(profiles) else None
+
+
+def open_queue(drives: Drives) -> aio.Queue:
+    """Open it; where a profile's backend does not work any more, another is taken.
+
+    Raises ConfigError where the backend that the user asked for does not work here.
+    """
+    try:
+        return _open(drives, drives.backend)
+    except OSError as error:
+        if drives.fallback is None:
+            raise ConfigError(f"aio_backend: {error.strerror}.") from error
+        _LOG.warning("the profile's backend does not work here: %s.", error.strerror)
+        return _open(drives, drives.fallback)
+
+
+def _open(drives: Drives, backend: str) -> aio.Queue:
+    return aio.Queue(
+        backend, block_bytes=drives.block_bytes, read_depth=drives.read_depth,
+        write_depth=drives.write_depth,
+    )  # fmt: skip
