@@ -26,9 +26,7 @@ from offload.partition.chunk import Chunk, chunks_of
 from offload.partition.unit import STORE_ALIGN_BYTES, Role, Unit, round_up
 from offload.runtime.binding import BoundUnit
 from offload.runtime.device import Device
-from offload.runtime.loans import Loans
-
-RESERVE = 2  # slots that prefetches leave to demand
+from offload.runtime.loans import RESERVE, Loans
 
 
 class Place(Protocol):
@@ -110,6 +108,7 @@ class Fetcher:
                 piece = fetch.flying.popleft()
                 self._finish(piece, bound.flat, unit.index)
                 self._pump(fetch, keep=0, delay=0)
+            assert fetch.next is None, f"a fill of {unit.name} found no slot"
         finally:
             self._abandon(fetch)
 

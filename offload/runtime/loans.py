@@ -3,7 +3,8 @@
     fill in backward --keep--> kept --lend(u, ended)--> on loan --ended()--> free
                                 '------drop(u)-------------------------------> free
 
-At most half of the slots are kept, so that fetches never wait for an update.
+At most half of the slots are kept, and none while fewer than RESERVE are free: a fill that has given
+its slot away must find another one, and never waits for an update.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from offload.memory.slab import Region, Slots
+
+RESERVE = 2  # slots that prefetches and loans leave to demand
 
 
 class Loans:
@@ -33,7 +36,8 @@ class Loans:
         if self.open and self._num_held >= self._most:
             self.collect()
         kept = self._kept.get(unit, [])
-        if self.open and self._num_held < self._most and len(kept) == chunk:
+        room = self._num_held < self._most and self._slots.num_free >= RESERVE
+        if self.open and room and len(kept) == chunk:
             self._kept[unit] = [*kept, slot]
         else:
             self._slots.give_back(slot)
