@@ -20,6 +20,7 @@ from typing import Protocol
 import torch
 
 import aio
+from offload.errors import StateError
 from offload.memory.slab import Region, Slots
 from offload.metrics import Metrics
 from offload.partition.chunk import Chunk, chunks_of
@@ -108,7 +109,8 @@ class Fetcher:
                 piece = fetch.flying.popleft()
                 self._finish(piece, bound.flat, unit.index)
                 self._pump(fetch, keep=0, delay=0)
-            assert fetch.next is None, f"a fill of {unit.name} found no slot"
+            if fetch.next is not None:
+                raise StateError(f"fill of unit {unit.name!r}: expected a free slot, got none.")
         finally:
             self._abandon(fetch)
 

@@ -3,8 +3,8 @@
     fill in backward --keep--> kept --lend(u, ended)--> on loan --ended()--> free
                                 '------drop(u)-------------------------------> free
 
-At most half of the slots are kept, and none while fewer than RESERVE are free: a fill that has given
-its slot away must find another one, and never waits for an update.
+At most half of the slots are kept, and none while fewer than RESERVE are free: a fill that has
+given its slot away must find another one, and never waits for an update.
 """
 
 from __future__ import annotations
