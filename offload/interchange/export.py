@@ -21,15 +21,10 @@ from tqdm import tqdm
 
 from offload.errors import ConfigError, StoreError
 from offload.interchange.backing import BackingFile
+from offload.interchange.file_stream import FileStream, remove_partial, write_small
 from offload.interchange.notes import ModelNotes
 from offload.interchange.read_ahead import PIECE_ELEMS, WeightStream
-from offload.interchange.safetensors_file import (
-    FileStream,
-    TensorEntry,
-    encode_header,
-    remove_partial,
-    split_shards,
-)
+from offload.interchange.safetensors_file import TensorEntry, encode_header, split_shards
 from offload.partition.unit import Slot, Unit
 
 EXPORT_DTYPES = (torch.bfloat16, torch.float32)
@@ -82,7 +77,7 @@ def export_safetensors(
         for name, shard in zip(names, shards, strict=True):
             header = encode_header(shard, metadata)
             num_bytes = len(header) + sum(entry.num_bytes for entry in shard)
-            with FileStream(folder / name, num_bytes) as file:
+            with FileStream(folder / name, num_bytes, model.stream.queue) as file:
                 file.write(header)
                 for entry in shard:
                     for piece in _pieces(model, entry, pieces):
@@ -93,9 +88,8 @@ def export_safetensors(
         if len(shards) > 1:
             texts[INDEX] = _index(names, shards)  # last: with it the export exists
         for name, text in texts.items():
-            with FileStream(folder / name, len(text.encode())) as file:
-                file.write(text.encode())
-            written.append(file.path)
+            write_small(folder / name, text, model.stream.queue)
+            written.append(folder / name)
         undo.pop_all()
     return written
 

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.modules import module as registration
+from torch.overrides import TorchFunctionMode
 
 from offload.errors import ConfigError, StateError, StoreError
 from offload.interchange.backing import BackingFile
@@ -33,6 +34,11 @@ _LOG = logging.getLogger(__name__)
 _AS_THEY_ARE = (torch.float32, torch.bfloat16)
 _TO_FLOAT32 = (torch.float16, torch.float64)
 _PIECE_ELEMS = 1 << 20
+_FILLS = {
+    *("normal_", "uniform_", "zero_", "fill_", "copy_", "random_", "bernoulli_", "exponential_"),
+    *("cauchy_", "log_normal_", "geometric_", "add_", "sub_", "mul_", "div_", "clamp_", "erfinv_"),
+    *(name for name in dir(nn.init) if name.endswith("_") and not name.startswith("_")),
+}
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
@@ -117,7 +123,7 @@ def _open(path: Path) -> SafetensorsFile:
 
 @contextlib.contextmanager
 def on_meta() -> Iterator[None]:
-    """Parameters of modules made in the block have a shape and a type, and no data."""
+    """Parameters of modules made in the block have a shape and a type, and no values."""
 
     def drop(module: nn.Module, name: str, parameter: nn.Parameter) -> nn.Parameter | None:
         if parameter.is_meta:
@@ -130,9 +136,27 @@ def on_meta() -> Iterator[None]:
     replace: Callable[..., Any] = drop
     handle = registration.register_module_parameter_registration_hook(replace)
     try:
-        yield
+        with _SkipInitialisation():
+            yield
     finally:
         handle.remove()
+
+
+class _SkipInitialisation(TorchFunctionMode):
+    """Filling a tensor that has no values does nothing.
+
+    torch would do nothing too, after importing its compiler: 4 s and 100 MB.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:  # fmt: skip
+        kwargs = kwargs or {}
+        if getattr(func, "__name__", "") in _FILLS:
+            target = args[0] if args else kwargs.get("tensor")
+            if isinstance(target, torch.Tensor) and target.is_meta:
+                return target
+        return func(*args, **kwargs)
 
 
 def match(model: nn.Module, weights: WeightFiles) -> tuple[dict[str, str], list[str]]:

@@ -43,7 +43,7 @@ class WeightStream:
     """Reads weights as bf16 (the high halves) or float32 (the masters)."""
 
     def __init__(self, queue: aio.Queue, origin: Origin) -> None:
-        self._queue = queue
+        self.queue = queue
         self._origin = origin
 
     def pieces(
@@ -86,7 +86,7 @@ class WeightStream:
             last = round_up(stop * size, STORE_ALIGN_BYTES)
             target = lane[half * _HALF_BYTES :][: last - first]
             at = self._origin.place(unit, role)
-            tickets.append(self._queue.read(at.file, target, at.offset + first))
+            tickets.append(self.queue.read(at.file, target, at.offset + first))
             views.append(target[start * size - first : stop * size - first])
         return _Piece(lane, stop - start, views, tickets)
 

@@ -1,4 +1,4 @@
-"""The safetensors format: headers read and checked, files written as a stream.
+"""The safetensors format: headers read, checked and made.
 
     | 8: length of the header | JSON, padded with spaces to a multiple of 4096 | tensor | tensor ...
                                 {"name": {"dtype", "shape", "data_offsets"}, "__metadata__": {...}}
@@ -16,12 +16,11 @@ import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import torch
 
-from offload.errors import ConfigError, StoreCorrupt, StoreError
+from offload.errors import ConfigError, StoreCorrupt
 from offload.partition.unit import round_up
 
 DTYPES = {
@@ -35,8 +34,6 @@ _CODES = {dtype: code for code, dtype in DTYPES.items()}
 _LENGTH = struct.Struct("<Q")
 _ALIGN_BYTES = 4096  # of the data's start, so that it can be read by direct I/O
 _MAX_HEADER_BYTES = 100 << 20  # the format's own limit
-_PARTIAL = ".partial"
-_CACHE_BYTES = 256 << 20  # written before the cache is told to let go
 
 
 @dataclass(frozen=True)
@@ -173,76 +170,3 @@ def encode_header(entries: Sequence[TensorEntry], metadata: Mapping[str, str]) -
     text = json.dumps(header, separators=(",", ":")).encode()
     padded = round_up(_LENGTH.size + len(text), _ALIGN_BYTES) - _LENGTH.size
     return _LENGTH.pack(padded) + text.ljust(padded)
-
-
-class FileStream:
-    """A file that is there under its name when it is whole and flushed, and not before.
-
-    Space is reserved first.  Leaving by an exception removes what was written.
-    """
-
-    def __init__(self, path: Path, num_bytes: int) -> None:
-        self.path = path
-        self._partial = path.with_name(path.name + _PARTIAL)
-        self._num_bytes = num_bytes
-        self._offset = self._dropped = 0
-        self._fd = os.open(self._partial, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
-        try:
-            if num_bytes:
-                os.posix_fallocate(self._fd, 0, num_bytes)
-        except OSError as error:
-            free = os.fstatvfs(self._fd)
-            self.discard()
-            raise StoreError(
-                f"{path}: expected {num_bytes:,} free bytes, got"
-                f" {free.f_bavail * free.f_frsize:,} ({error.strerror})."
-                " Free space or use another path."
-            ) from error
-
-    def write(self, data: bytes | memoryview) -> None:
-        """Append."""
-        view = memoryview(data)
-        while view:
-            done = os.pwrite(self._fd, view, self._offset)
-            view = view[done:]
-            self._offset += done
-        if self._offset - self._dropped >= _CACHE_BYTES:
-            self._let_go()
-
-    def commit(self) -> None:
-        """Flush and give it its name."""
-        assert self._offset == self._num_bytes, (self.path, self._offset, self._num_bytes)
-        self._let_go()
-        os.close(self._fd)
-        self._fd = -1
-        os.replace(self._partial, self.path)
-
-    def discard(self) -> None:
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
-            self._partial.unlink(missing_ok=True)
-
-    def _let_go(self) -> None:
-        """What was written must not push out what others have in the page cache."""
-        os.fdatasync(self._fd)
-        os.posix_fadvise(self._fd, 0, self._offset, os.POSIX_FADV_DONTNEED)
-        self._dropped = self._offset
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:  # fmt: skip
-        if kind is None:
-            self.commit()
-        else:
-            self.discard()
-
-
-def remove_partial(folder: Path) -> None:
-    """Remove what an export that died has left."""
-    for path in folder.glob(f"*{_PARTIAL}"):
-        path.unlink()
