@@ -13,6 +13,7 @@ Every function may be called on what a dead process left: `settle` finishes or u
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import re
 import shutil
@@ -24,6 +25,7 @@ from offload.errors import ConfigError, StoreError
 from offload.store import durable, format
 from offload.store.lock import LOCK_NAME, FolderLock, holder
 
+_LOG = logging.getLogger(__name__)
 NOTE_NAME = "CHECKPOINT"
 LATEST_NAME = "latest"
 _HIDDEN = re.compile(r"\.(.+)\.(saving|old|gone)")
@@ -78,10 +80,14 @@ def read_note(folder: Path) -> Note | None:
 
 
 def list_checkpoints(directory: Path) -> list[Found]:
-    """Complete checkpoints of a directory, oldest first."""
+    """Complete checkpoints of a directory, oldest first; a damaged note is logged and left out."""
     found = []
     for tag, path in _folders(directory):
-        note = read_note(path)
+        try:
+            note = read_note(path)
+        except StoreError as error:
+            _LOG.warning("%s", error)
+            continue
         if note is not None and note.tag == tag:
             found.append(Found(path, note))
     return sorted(found, key=lambda item: item.note.saved_ns)
@@ -107,12 +113,13 @@ def find(directory: Path, tag: str | None) -> Found | None:
     """
     if tag is None and (note := read_note(directory)) is not None:
         return Found(directory, note)
-    checkpoints = {item.note.tag: item for item in list_checkpoints(directory)}
     wanted = read_latest(directory) if tag is None else check_tag(tag)
+    for name, path in _folders(directory):
+        if name == wanted and (note := read_note(path)) is not None:
+            return Found(path, note)
+    checkpoints = [item.note.tag for item in list_checkpoints(directory)]
     if wanted is None and not checkpoints:
         return None
-    if wanted in checkpoints:
-        return checkpoints[wanted]
     there = ", ".join(checkpoints) or "none"
     if wanted is None:
         raise StoreError(

@@ -93,7 +93,7 @@ class OffloadEngine:
         if self.resumed:
             _resume(self)
         else:
-            self._parts.ground.store.commit(sides={}, generation=0, payload=encode(_state(self)))
+            self._parts.ground.ledger.commit_first(encode(_state(self)))
         if lr_scheduler is not None:
             self.track(lr_scheduler=lr_scheduler)
         for line in self.describe().splitlines():
@@ -256,12 +256,16 @@ class OffloadEngine:
         """Finish and commit what was stepped, release everything; may be called twice."""
         if self._close.alive:
             self._parts.hooks.abort()
+            self._parts.ground.ledger.engine_called()
             self._close()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *exc: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *exc: object) -> None:
+        if kind is not None and self._close.alive:  # perhaps between step() and scheduler.step()
+            self._parts.hooks.abort()
+            self._close()
         self.close()
 
     # --- inside
@@ -377,7 +381,7 @@ def _check_state(engine: OffloadEngine, saved: Mapping[str, Any]) -> None:
 def _resume(engine: OffloadEngine) -> None:
     record = engine._parts.ground.store.committed
     if record is None or not record.payload:
-        return  # it died between making generation 0 and adding its state
+        return
     saved = decode(record.payload)
     _check_state(engine, saved)
     _restore(engine, saved)
@@ -431,7 +435,7 @@ def _no_autocast_cache() -> Iterator[None]:
 def _close(parts: Parts) -> None:
     """Commit what was stepped, then release in reverse order of construction."""
     try:
-        parts.ground.ledger.finish()
+        parts.ground.ledger.finish_or_discard()
     except OffloadError as error:
         _LOG.error("close: the last step is lost: %s", error)
         parts.ground.ledger.abandon()

@@ -123,6 +123,18 @@ def capture_late(tracked: Tracked, groups: Iterable[Mapping[str, Any]]) -> dict[
     return {"tracked": tracked.capture(late=True), "groups": capture_groups(groups)}
 
 
+def is_same(one: Any, other: Any) -> bool:
+    """Compare two states."""
+    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
+        both = isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)
+        return both and torch.equal(one, other)
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(is_same(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
+        return len(one) == len(other) and all(map(is_same, one, other))
+    return bool(one == other)
+
+
 def with_late(state: Mapping[str, Any], late: Mapping[str, Any]) -> dict[str, Any]:
     """Complete what was captured when step() returned by what was captured later."""
     return {**state, **late, "tracked": {**state["tracked"], **late["tracked"]}}

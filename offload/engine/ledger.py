@@ -9,13 +9,14 @@ A commit that flushes runs on a thread of its own, behind the next forward; `fin
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
-from offload.engine.generation import encode, with_late
+from offload.engine.generation import encode, is_same, with_late
 from offload.engine.interrupts import uninterrupted
 from offload.engine.sealing import Sealer
 from offload.errors import StateError, StoreError
@@ -26,6 +27,7 @@ from offload.store.files import Extent
 from offload.store.format import UnitFlag
 from offload.store.store import Store
 
+_LOG = logging.getLogger(__name__)
 STEP_CLOCK = 1 << 32  # deadlines of one step come before those of the next
 
 
@@ -75,6 +77,8 @@ class Ledger:
         self._commit: Future[None] | None = None  # under way, on a thread of its own
         self.zero_moments = set(units)  # units whose moments were never written
         self.sides = dict.fromkeys(units, 0)
+        self.first_checksums: Mapping[str, int] = {}  # of the initial weights
+        self._late_moves: bool | None = None  # True: late state has changed after every step so far
         self._clock = 0
 
     # --- Source
@@ -137,6 +141,32 @@ class Ledger:
         if all(job.done() for job in pending.jobs):
             self._end_update(pending, beside=self.store.generations.flushes)
 
+    def commit_first(self, payload: bytes) -> None:
+        """Make the initial weights, with the engine's state, generation 0; moments are zero."""
+        sides = {unit.name: 0 for unit in self._units.values()}
+        self.store.begin()
+        self.store.commit(
+            sides=sides, generation=0, payload=payload, checksums=self.first_checksums,
+            flags=dict.fromkeys(sides, UnitFlag.MOMENTS_ZERO),
+        )  # fmt: skip
+
+    def finish_or_discard(self) -> None:
+        """Finish as `finish`, or discard a step whose schedulers have not stepped.
+
+        For the end of a script that may have been stopped between step() and scheduler.step(): what
+        it left would be resumed with a schedule that is one step behind.
+        """
+        pending = self._pending
+        if pending is not None and pending.late is None and self._late_moves:
+            pending.late = self._capture_late()
+            if not _has_moved(pending):
+                _LOG.warning(
+                    "close: step to generation %d is discarded, its scheduler has not stepped.",
+                    pending.generation,
+                )
+                self.abandon()
+        self.finish()
+
     def finish(self) -> None:
         """Wait for the pending update and its commit; raises what went wrong with either."""
         pending = self._pending
@@ -157,6 +187,7 @@ class Ledger:
             self.store.poison(error)
             self.abandon()
             raise error
+        self._late_moves = self._late_moves is not False and _has_moved(pending)
         payload = encode(with_late(pending.state, pending.late))
 
         def commit() -> None:
@@ -221,6 +252,12 @@ class Ledger:
         if self._commit is not None:
             self._commit.exception()  # nobody may close the store under it
             self._commit = None
+
+
+def _has_moved(pending: Pending) -> bool:
+    """True when something tracked has changed between step() and the next engine call."""
+    late, before = (pending.late or {})["tracked"], pending.state["tracked"]
+    return not is_same(late, {name: before.get(name) for name in late})
 
 
 def run_beside(action: Callable[[], None]) -> Future[None]:

@@ -19,7 +19,7 @@ def write_initial(
     ledger: Ledger, queue: aio.Queue, units: tuple[Unit, ...], persistent: PersistentState | None,
     *, slots: Slots, chunk_elems: int, parameters: Mapping[str, Any],
 ) -> None:  # fmt: skip
-    """Make generation 0 of the live parameters; moments are zero and not written."""
+    """Write the live parameters as what `ledger.commit_first` makes generation 0."""
     store = ledger.store
     num_sides = store.manifest.num_sides
     digests: dict[str, int] = {}
@@ -34,21 +34,13 @@ def write_initial(
         sums = writer.write(unit, dict(parameters), sides, place)
         digests[unit.name] = checksum.seal(store.files, unit.name, 0, sums)
     writer.finish()
-    everything = list(units)
     if persistent is not None:
-        everything.append(persistent.unit)
         persistent.initialise()
         for side in range(num_sides):
             _transfer(ledger, queue.write, persistent, side, moments=False)
         name = persistent.unit.name
         digests[name] = ledger.sealer.seal_written(name, 0, moments=False)
-    store.begin()
-    store.commit(
-        sides={unit.name: 0 for unit in everything},
-        generation=0,
-        flags={unit.name: UnitFlag.MOMENTS_ZERO for unit in everything},
-        checksums=digests,
-    )
+    ledger.first_checksums = digests
 
 
 def read_committed(

@@ -158,6 +158,29 @@ def test_keep_removes_the_oldest_and_their_space_comes_back(tmp_path: Path) -> N
         assert reserved == sorted(f"{name}.next" for name in trained)
 
 
+def test_a_step_whose_scheduler_has_not_stepped_is_discarded_when_the_script_is_stopped(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def stop_between_step_and_schedule(run: Run) -> None:
+        with run.engine:
+            run.engine.backward(run.engine(*run.epochs.next()))
+            run.engine.step()
+            raise SystemExit(143)
+
+    run = Run(tmp_path / "store")
+    run.steps(2)
+    with pytest.raises(SystemExit):
+        stop_between_step_and_schedule(run)
+    assert "step to generation 3 is discarded" in caplog.text
+    with running(tmp_path / "store", resume=True) as run:
+        assert (run.engine.global_step, run.scheduler.last_epoch) == (2, 2)
+        run.steps(1)
+        run.engine.backward(run.engine(*run.epochs.next()))
+        run.engine.step()  # close() is told by the script: this step counts
+    with running(tmp_path / "store", resume=True) as run:
+        assert (run.engine.global_step, run.scheduler.last_epoch) == (4, 3)
+
+
 def test_without_any_checkpoint_nothing_is_loaded(tmp_path: Path) -> None:
     with running(tmp_path / "store") as run:
         run.steps(1)
