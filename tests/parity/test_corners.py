@@ -81,8 +81,9 @@ def test_an_awkward_model_equals_its_run_in_memory(corner, types, tmp_path):
     assert_same(trained, train_in_memory(case))
 
 
+@pytest.mark.parametrize("overlap", ["hold", "speculate"])
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
-def test_an_embedding_ten_times_the_rest_passes_through_the_smallest_pool(dtype, tmp_path):
+def test_an_embedding_ten_times_the_rest_passes_through_the_smallest_pool(dtype, overlap, tmp_path):
     case = Case(
         dtype=dtype,
         options=(("vocab", 1500), ("tied", True)),
@@ -91,11 +92,25 @@ def test_an_embedding_ten_times_the_rest_passes_through_the_smallest_pool(dtype,
     sizes = sorted(param.numel() for param in case.model().parameters())
     assert sizes[-1] >= 10 * sizes[-2]
     pool_bytes = smallest("host_memory", case, tmp_path)
-    with case.engine(tmp_path, host_memory=pool_bytes) as engine:
+    with case.engine(tmp_path, host_memory=pool_bytes, overlap=overlap) as engine:
         trained = train_offloaded(engine, case)
         assert_offloaded(engine)
     assert sizes[-1] > 10 * 4096, "the embedding must be cut in many chunks"
     assert_learned(case, trained)
+    assert_same(trained, train_in_memory(case))
+
+
+@pytest.mark.parametrize("overlap", ["hold", "speculate"])
+@pytest.mark.parametrize("more_bytes", [0, 300_000, 16 << 20], ids=["least", "few", "all"])
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
+def test_a_unit_waits_for_slots_and_never_computes_with_half_of_it(
+    dtype, more_bytes, overlap, tmp_path
+):
+    """Slots that prefetches and updates hold are missing where backward fetches the next unit."""
+    case = Case(dtype=dtype, options=(("tied", True),))
+    least = smallest("host_memory", case, tmp_path)
+    with case.engine(tmp_path, overlap=overlap, host_memory=least + more_bytes) as engine:
+        trained = train_offloaded(engine, case)
     assert_same(trained, train_in_memory(case))
 
 
