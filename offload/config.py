@@ -52,6 +52,7 @@ class EngineConfig:
     overlap: str = "auto"  # speculate: update during backward; hold: at step(); auto: as it pays
     device: torch.device | None = None
     param_persistence_threshold: int = 100_000
+    read_only: bool = False  # evaluate what a store or a checkpoint holds, beside its owner
     resume: bool | str | None = (
         None  # True: resume; False: start fresh; "auto"; None: refuse to touch a store that exists
     )
@@ -174,6 +175,10 @@ def _checked(config: EngineConfig) -> EngineConfig:
                 " An update in place cannot be taken back. Use durability='process'."
             )
         config = replace(config, overlap="hold")
+    if config.read_only:
+        if config.resume is False:
+            raise ConfigError("read_only: expected resume=True or nothing, got resume=False.")
+        config = replace(config, resume=True)
     _check_numbers(config)
     if config.chunk_elems is not None and (config.chunk_elems < 2048 or config.chunk_elems % 2048):
         raise ConfigError(f"chunk_elems: expected a multiple of 2048, got {config.chunk_elems}.")

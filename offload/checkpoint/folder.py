@@ -79,6 +79,10 @@ def read_note(folder: Path) -> Note | None:
     return Note(**value)
 
 
+def is_checkpoint(folder: Path) -> bool:
+    return (folder / NOTE_NAME).exists()
+
+
 def list_checkpoints(directory: Path) -> list[Found]:
     """Complete checkpoints of a directory, oldest first; a damaged note is logged and left out."""
     found = []

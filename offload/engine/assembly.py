@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from offload import kernels
+from offload.checkpoint.folder import is_checkpoint
 from offload.config import EngineConfig
 from offload.engine.drives import Drives, plan_drives
 from offload.errors import ConfigError, StoreError
@@ -181,6 +182,8 @@ def open_store(blueprint: Blueprint) -> tuple[Store, bool]:
     """Open or create the store; True: it resumes a generation."""
     config, name = blueprint.config, store_name(blueprint)
     layout = describe_layout(blueprint)
+    if config.read_only:
+        return _open_read_only(config, name, layout), True
     resume = config.resume
     if resume == "auto":
         resume = exists(config.nvme_path, name)
@@ -195,6 +198,14 @@ def open_store(blueprint: Blueprint) -> tuple[Store, bool]:
         fresh=resume is False, scratch_bytes=spill_bytes(blueprint), rates=blueprint.drives.rates,
     )  # fmt: skip
     return store, False
+
+
+def _open_read_only(config: EngineConfig, name: str, layout: dict[str, Any]) -> Store:
+    """Open a store that somebody else may own, or a checkpoint, which is a folder of its own."""
+    (first, *others) = config.nvme_path
+    if not others and is_checkpoint(first):
+        return Store.open_folder(first, layout=layout)
+    return Store.open(config.nvme_path, name, layout=layout, read_only=True)
 
 
 def _check_sides(store: Store, durability: str) -> None:

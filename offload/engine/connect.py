@@ -19,7 +19,7 @@ from offload.engine.drives import open_queue
 from offload.engine.editor import Editor
 from offload.engine.ledger import Ledger
 from offload.engine.loading import read_committed, write_initial
-from offload.engine.reader import Reader, snapshot
+from offload.engine.reader import Reader, current, snapshot
 from offload.engine.speculate import Assumption, Speculator
 from offload.engine.step import Groups, Stepper
 from offload.engine.updates import UpdateBuilder
@@ -244,7 +244,7 @@ def _keeper(ground: Ground) -> GradientKeeper:
         if ground.persistent is not None and unit is ground.persistent.unit:
             region = ground.persistent.grad
         spill = None
-        if unit.index in blueprint.placement.spilled:
+        if unit.index in blueprint.placement.spilled and not ground.store.read_only:
             file = ground.store.scratch(f"grad-{unit.index}", grad_bytes(unit, blueprint.formats))
             spill = SpillFile(unit, file, dtype)
         kept.append(KeptUnit(unit, first, dtype, region=region, spill=spill))
@@ -281,7 +281,10 @@ def take_over(model: nn.Module, parts: Parts) -> None:
         wanted = [(key, name) for key, name in places if prefix + key in state]
         names = list(dict.fromkeys(name for _, name in wanted))
         dtype = ground.blueprint.config.dtype
-        tensors = snapshot(parts.reader, names, dtype, ground.store.folders[0])
+        store = ground.store
+        with current(store):
+            folder = None if store.read_only else store.folders[0]  # it may not be ours to write
+            tensors = snapshot(parts.reader, names, dtype, folder)
         for key, name in wanted:
             state[prefix + key] = tensors[name]
 

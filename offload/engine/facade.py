@@ -39,6 +39,7 @@ from offload.engine.generation import (
     restore_groups,
     restore_rng,
 )
+from offload.engine.reader import current
 from offload.engine.step import Groups
 from offload.errors import ConfigError, OffloadError, StateError
 from offload.interchange.export import export_safetensors
@@ -117,7 +118,7 @@ class OffloadEngine:
         """Run the model's forward; returns what it returns."""
         self._check_open()
         try:
-            with self._parts.ground.metrics.phase("forward"), _no_autocast_cache():
+            with self._parts.ground.metrics.phase("forward"), _no_autocast_cache(), _access(self):
                 return self.module(*args, **kwargs)
         except BaseException:
             self._parts.hooks.abort()
@@ -126,6 +127,7 @@ class OffloadEngine:
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         """Backward of one micro-step; divides by `gradient_accumulation_steps`."""
         self._check_open()
+        _check_writable(self)
         steps = self.config.gradient_accumulation_steps
         self._parts.hooks.last_micro_step = self._micro_steps + 1 >= steps
         try:
@@ -146,13 +148,15 @@ class OffloadEngine:
 
     def full_fp32_param(self, parameter: nn.Parameter | str) -> torch.Tensor:
         """A HOST copy of the fp32 master, wherever the parameter is."""
-        return self._parts.reader.master(_name(self, parameter))
+        with _access(self):
+            return self._parts.reader.master(_name(self, parameter))
 
     def full_optimizer_state(self, parameter: nn.Parameter | str, state: str) -> torch.Tensor:
         """A HOST copy of "exp_avg" or "exp_avg_sq"."""
         if state not in _ROLES:
             raise ConfigError(f"optimizer state: expected {' or '.join(_ROLES)}, got {state!r}.")
-        return self._parts.reader.tensor_of(_name(self, parameter), _ROLES[state])
+        with _access(self):
+            return self._parts.reader.tensor_of(_name(self, parameter), _ROLES[state])
 
     def kept_grad(self, parameter: nn.Parameter | str) -> torch.Tensor | None:
         """A HOST copy of the gradient kept for this step, None if there is none yet."""
@@ -165,7 +169,7 @@ class OffloadEngine:
 
         Edits are written back as a new generation; they replace the masters they touch.
         """
-        with self._parts.editor.gathered(_select(self, parameters)):
+        with _access(self), self._parts.editor.gathered(_select(self, parameters)):
             yield
 
     def export(
@@ -179,7 +183,8 @@ class OffloadEngine:
         self._check_open()
         model = exportable(self._parts, self.module, dtype=dtype, notes=self._notes)
         shard_bytes = parse_bytes(max_shard_size, "max_shard_size")
-        export_safetensors(model, Path(folder), max_shard_bytes=shard_bytes, progress=True)
+        with _access(self):
+            export_safetensors(model, Path(folder), max_shard_bytes=shard_bytes, progress=True)
 
     def describe(self) -> str:
         """What lives where, and what a step costs."""
@@ -219,6 +224,7 @@ class OffloadEngine:
         all but the newest n.  Raises StoreError where there is no space; training can go on.
         """
         self._check_open()
+        _check_writable(self)
         if self._parts.keeper.has_gradients:
             _LOG.warning("save_checkpoint: gradients since the last step are not saved.")
         return self._checkpoints.save(
@@ -236,6 +242,7 @@ class OffloadEngine:
         Raises StoreError or StoreCorrupt, with the engine unchanged, where it does not fit.
         """
         self._check_open()
+        _check_writable(self)
         found = self._checkpoints.load(
             Path(directory), tag, check=lambda state: _check_state(self, state)
         )
@@ -284,6 +291,7 @@ class _EngineStepper:
     def step(self) -> None:
         engine = _alive(self._engine)
         engine._check_open()
+        _check_writable(engine)
         parts = engine._parts
         engine._checkpoints.saver.poll()
         parts.residency.discard_prefetches()
@@ -412,6 +420,24 @@ def _alive(engine: weakref.ref[OffloadEngine]) -> OffloadEngine:
     if found is None:
         raise StateError("engine: expected an open engine, got one that is gone. Keep a reference.")
     return found
+
+
+def _check_writable(engine: OffloadEngine) -> None:
+    if engine.config.read_only:
+        raise StateError(
+            "engine: expected one that may train, got one opened with read_only=True."
+            " Open the store without it, when the job that owns it has ended."
+        )
+
+
+@contextlib.contextmanager
+def _access(engine: OffloadEngine) -> Iterator[None]:
+    """Read weights in the block; beside another owner without gradients, and checked afterwards."""
+    if not engine.config.read_only:
+        yield
+        return
+    with current(engine._parts.ground.store), torch.no_grad():
+        yield
 
 
 def _refuse_second(model: nn.Module) -> None:

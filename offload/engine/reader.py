@@ -7,10 +7,11 @@ snapshot()              weights streamed to an unlinked file, one memory map per
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -19,8 +20,10 @@ import torch
 import aio
 from offload import kernels
 from offload.engine.ledger import Ledger
+from offload.errors import StoreError
 from offload.partition.unit import ELEM_BYTES, STORE_ALIGN_BYTES, Role, Slot, Unit, round_up
 from offload.runtime.persistent import DTYPES, PersistentState
+from offload.store.store import Store
 
 PIECE_ELEMS = 1 << 20
 
@@ -95,10 +98,28 @@ class Reader:
         return torch.frombuffer(data, dtype=DTYPES[role])
 
 
+@contextlib.contextmanager
+def current(store: Store) -> Iterator[None]:
+    """Read in the block from a store that somebody else may be writing.
+
+    Raises StoreError when what was read may have been overwritten meanwhile.
+    """
+    yield
+    if store.read_only and store.committed is not None and not store.generations.is_current():
+        raise StoreError(
+            f"store {store.folders[0]}: generation {store.committed.generation} is no longer there:"
+            " the job that owns it went on while it was read. Open it again, or evaluate a"
+            " checkpoint, which stays."
+        )
+
+
 def snapshot(
-    reader: Reader, names: list[str], dtype: torch.dtype, folder: Path
+    reader: Reader, names: list[str], dtype: torch.dtype, folder: Path | None
 ) -> dict[str, torch.Tensor]:
-    """Full weights by name, each a private memory map of an unlinked file in `folder`."""
+    """Full weights by name, each a private memory map of an unlinked file in `folder`.
+
+    None: where temporary files go.
+    """
     file, path = tempfile.mkstemp(prefix="state_dict-", dir=folder)
     try:
         os.unlink(path)

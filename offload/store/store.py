@@ -26,7 +26,8 @@ from offload.store.commits import CommitLog
 from offload.store.durable import explain
 from offload.store.extents import UnitExtents
 from offload.store.files import DataFiles, Extent
-from offload.store.format import DURABILITIES, Manifest, Record, UnitFlag
+from offload.store.folder import MANIFEST_NAME
+from offload.store.format import DURABILITIES, Manifest, Record, UnitFlag, decode_manifest
 from offload.store.generations import Changes, Generations
 from offload.store.lock import FolderLock, holder, in_use, release
 from offload.store.sharing import Sharing
@@ -153,6 +154,21 @@ class Store(contextlib.AbstractContextManager["Store"]):
             store._distrust_spares = recover.has_restarted(record)
             if not read_only:
                 store.sharing.trim()
+            undo.pop_all()
+        return store
+
+    @classmethod
+    def open_folder(cls, folder: Path, *, layout: Mapping[str, Any]) -> Store:
+        """Open a folder that holds a whole store with one side of each unit, read-only."""
+        with contextlib.ExitStack() as undo, _told(f"{folder} cannot be opened"):
+            where = folder / MANIFEST_NAME
+            manifest = decode_manifest(where.read_bytes(), str(where))
+            recover.check_layout(manifest, layout)
+            store = cls([folder], manifest, locks=(), durability="step", read_only=True)
+            undo.callback(store.close)
+            record = recover.newest_record(store._log, manifest)
+            store.files.open(record.sides)
+            store.generations.adopt(record)
             undo.pop_all()
         return store
 
