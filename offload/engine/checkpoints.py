@@ -17,6 +17,7 @@ from offload.engine.assembly import describe_layout
 from offload.engine.connect import Parts
 from offload.engine.generation import decode, encode
 from offload.engine.loading import read_persistent
+from offload.engine.rewriting import commit_rewritten
 from offload.errors import ConfigError, StateError
 
 _CLIENT = "client_state"
@@ -81,8 +82,8 @@ class Checkpoints:
         parts.residency.evict_unused()
         loaded = copy_into(ground.store, checkpoint, backend=ground.queue.backend)
         zero = [u.index for u in ground.blueprint.units if u.name in loaded.zero_moments]
-        ground.ledger.commit_edit(
-            loaded.sides, payload, zero_moments=zero, checksums=loaded.checksums
+        commit_rewritten(
+            ground.ledger, loaded.sides, payload, zero_moments=zero, checksums=loaded.checksums
         )
         if ground.persistent is not None:
             read_persistent(ground.ledger, ground.queue, ground.persistent)

@@ -23,6 +23,7 @@ from offload import kernels
 from offload.engine.generation import encode
 from offload.engine.ledger import Ledger
 from offload.engine.reader import Reader
+from offload.engine.rewriting import commit_rewritten
 from offload.partition.chunk import Chunk, chunks_of
 from offload.partition.unit import ELEM_BYTES, STATE_ROLES, STORE_ALIGN_BYTES, Role, round_up
 from offload.runtime.binding import BoundUnit
@@ -100,7 +101,7 @@ class Editor:
         for bound in changed:
             sides[bound.unit.name] = self._ledger.next_side(bound.unit.index)
             self._rewrite(bound, sides[bound.unit.name])
-        self._ledger.commit_edit(sides, encode(self._capture()))
+        commit_rewritten(self._ledger, sides, encode(self._capture()))
 
     def _rewrite(self, bound: BoundUnit, side: int) -> None:
         """Copy all roles of a unit to `side`, with the device's weights where they differ."""

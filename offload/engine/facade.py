@@ -40,6 +40,7 @@ from offload.engine.generation import (
     restore_rng,
 )
 from offload.engine.reader import current
+from offload.engine.rewriting import commit_first
 from offload.engine.step import Groups
 from offload.errors import ConfigError, OffloadError, StateError
 from offload.interchange.export import export_safetensors
@@ -94,7 +95,7 @@ class OffloadEngine:
         if self.resumed:
             _resume(self)
         else:
-            self._parts.ground.ledger.commit_first(encode(_state(self)))
+            commit_first(self._parts.ground.ledger, encode(_state(self)))
         if lr_scheduler is not None:
             self.track(lr_scheduler=lr_scheduler)
         for line in self.describe().splitlines():

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +24,6 @@ from offload.metrics import Metrics
 from offload.optim.pipeline import UpdateJob
 from offload.partition.unit import Role, Unit
 from offload.store.files import Extent
-from offload.store.format import UnitFlag
 from offload.store.store import Store
 
 _LOG = logging.getLogger(__name__)
@@ -69,7 +68,7 @@ class Ledger:
         capture_late: Callable[[], dict[str, Any]],
     ) -> None:  # fmt: skip
         self.store = store
-        self._units = units
+        self.units = units
         self.metrics = metrics
         self._capture_late = capture_late
         self.sealer = Sealer(store)
@@ -89,14 +88,14 @@ class Ledger:
 
     def place(self, unit: int, role: Role) -> Extent:
         self.wait(unit)
-        return self.store.extent(self._units[unit].name, role, self.sides[unit])
+        return self.store.extent(self.units[unit].name, role, self.sides[unit])
 
     def deadline(self) -> int:
         return self._clock
 
     def next_side(self, unit: int) -> int:
         """The side that the unit's next generation is written to."""
-        return self.store.spare(self._units[unit].name)
+        return self.store.spare(self.units[unit].name)
 
     def next_deadline(self) -> int:
         """The deadline of the step that `submit` will begin."""
@@ -124,7 +123,7 @@ class Ledger:
         self._pending = pending
         self._clock += STEP_CLOCK
         for unit in pending.made:
-            self.sides[unit] = pending.sides[self._units[unit].name]
+            self.sides[unit] = pending.sides[self.units[unit].name]
             self.zero_moments.discard(unit)
 
     def engine_called(self) -> None:
@@ -139,16 +138,8 @@ class Ledger:
         if pending is None or pending.late is None:
             return
         if all(job.done() for job in pending.jobs):
+            self._join(pending)
             self._end_update(pending, beside=self.store.generations.flushes)
-
-    def commit_first(self, payload: bytes) -> None:
-        """Make the initial weights, with the engine's state, generation 0; moments are zero."""
-        sides = {unit.name: 0 for unit in self._units.values()}
-        self.store.begin()
-        self.store.commit(
-            sides=sides, generation=0, payload=payload, checksums=self.first_checksums,
-            flags=dict.fromkeys(sides, UnitFlag.MOMENTS_ZERO),
-        )  # fmt: skip
 
     def finish_or_discard(self) -> None:
         """Finish as `finish`, or discard a step whose schedulers have not stepped.
@@ -171,12 +162,20 @@ class Ledger:
         """Wait for the pending update and its commit; raises what went wrong with either."""
         pending = self._pending
         if pending is not None:
-            for job in pending.jobs:
-                job.wait()
+            self._join(pending)
             self._end_update(pending, beside=False)
         if self._commit is not None:
             self._commit.result()
             self._commit = None
+
+    def _join(self, pending: Pending) -> None:
+        """Wait for all jobs.  One that failed stays pending: whoever asks later is told again."""
+        try:
+            for job in pending.jobs:
+                job.wait()
+        except StoreError as error:
+            self.store.poison(error)
+            raise
 
     def _end_update(self, pending: Pending, *, beside: bool) -> None:
         """Close the jobs, which have ended, and commit; `beside`: on a thread of its own."""
@@ -191,7 +190,7 @@ class Ledger:
         payload = encode(with_late(pending.state, pending.late))
 
         def commit() -> None:
-            checksums = _seal(self, pending, self._units)
+            checksums = _seal(self, pending, self.units)
             for job in pending.jobs:
                 job.close()
             self.store.commit(
@@ -207,41 +206,6 @@ class Ledger:
                 self._commit = run_beside(commit)
             else:
                 commit()
-
-    def commit_edit(
-        self, sides: Mapping[str, int], payload: bytes, *,
-        zero_moments: Collection[int] | None = None, checksums: Mapping[str, int] | None = None,
-    ) -> None:  # fmt: skip
-        """Commit units that were rewritten whole, outside of a step, as the next generation.
-
-        `zero_moments`: units whose moments are zero and not written (None: as they were).
-        `checksums`: digests of their filled checksum extents; None: they are read back.
-        """
-        zero = self.zero_moments if zero_moments is None else zero_moments
-        if checksums is None:
-            checksums = {
-                unit.name: self.sealer.seal_written(
-                    unit.name, sides[unit.name], moments=unit.index not in zero
-                )
-                for unit in self._units.values()
-                if unit.name in sides
-            }
-        self.sealer.forget()
-        flags = {}
-        for unit in self._units.values():
-            if unit.name in sides:
-                flag = UnitFlag.MOMENTS_ZERO if unit.index in zero else UnitFlag(0)
-                if unit.num_elems > unit.trainable_elems:  # frozen tensors: on one side only yet
-                    flag |= UnitFlag.SPARE_STALE
-                flags[unit.name] = flag
-        with uninterrupted():
-            self.store.commit(
-                sides=sides, generation=self.generation + 1, payload=payload, flags=flags,
-                checksums=checksums,
-            )  # fmt: skip
-            for unit in self._units.values():
-                self.sides[unit.index] = sides.get(unit.name, self.sides[unit.index])
-            self.zero_moments = set(zero)
 
     def abandon(self) -> None:
         """Cancel the pending update: the committed generation stays the last one."""

@@ -19,7 +19,7 @@ def write_initial(
     ledger: Ledger, queue: aio.Queue, units: tuple[Unit, ...], persistent: PersistentState | None,
     *, slots: Slots, chunk_elems: int, parameters: Mapping[str, Any],
 ) -> None:  # fmt: skip
-    """Write the live parameters as what `ledger.commit_first` makes generation 0."""
+    """Write the live parameters as what `commit_first` makes generation 0."""
     store = ledger.store
     num_sides = store.manifest.num_sides
     digests: dict[str, int] = {}
