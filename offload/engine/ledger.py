@@ -138,7 +138,7 @@ class Ledger:
         if pending is None or pending.late is None:
             return
         if all(job.done() for job in pending.jobs):
-            self._join(pending)
+            _join(self.store, pending)
             self._end_update(pending, beside=self.store.generations.flushes)
 
     def finish_or_discard(self) -> None:
@@ -162,20 +162,11 @@ class Ledger:
         """Wait for the pending update and its commit; raises what went wrong with either."""
         pending = self._pending
         if pending is not None:
-            self._join(pending)
+            _join(self.store, pending)
             self._end_update(pending, beside=False)
         if self._commit is not None:
             self._commit.result()
             self._commit = None
-
-    def _join(self, pending: Pending) -> None:
-        """Wait for all jobs.  One that failed stays pending: whoever asks later is told again."""
-        try:
-            for job in pending.jobs:
-                job.wait()
-        except StoreError as error:
-            self.store.poison(error)
-            raise
 
     def _end_update(self, pending: Pending, *, beside: bool) -> None:
         """Close the jobs, which have ended, and commit; `beside`: on a thread of its own."""
@@ -258,6 +249,16 @@ def _not_finite(pending: Pending) -> StateError | None:
         f"step to generation {pending.generation}: expected finite weights, got Inf or NaN"
         " in some. The generation before it is intact: lower the learning rate and resume."
     )
+
+
+def _join(store: Store, pending: Pending) -> None:
+    """Wait for all jobs.  One that failed stays pending: whoever asks later is told again."""
+    try:
+        for job in pending.jobs:
+            job.wait()
+    except StoreError as error:
+        store.poison(error)
+        raise
 
 
 def _seal(ledger: Ledger, pending: Pending, units: Mapping[int, Unit]) -> dict[str, int]:
