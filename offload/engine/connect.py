@@ -147,6 +147,7 @@ def _build(ground: Ground, captures: Captures) -> Parts:
     ground.closing.callback(keeper.close)
     stepper, speculator, counts = _optimization(ground, captures, residency, keeper)
     keeper.before_take = speculator.before_take
+    guard.kept = lambda unit, name: name in keeper[unit].has_grad
     hooks = Hooks(
         blueprint.model, blueprint.found.hooks, residency, keeper,
         persistent=ground.persistent.bound if ground.persistent else None,
@@ -210,7 +211,7 @@ def _load(ground: Ground) -> None:
             chunk_elems=blueprint.placement.chunk_elems, parameters=blueprint.found.parameters,
         )  # fmt: skip
     if small is not None:
-        small.bound.bind(copy=True)
+        small.bound.hold()
         small.refresh(ground.device, exact=blueprint.exact)
 
 
@@ -220,7 +221,6 @@ def _residency(ground: Ground) -> tuple[ParameterGuard, Residency]:
     guard = ParameterGuard(bound)
     guard_type = guard_class(guard)
     for unit in bound:  # their values are in the store now; this frees the model's own memory
-        unit.bind(copy=False)
         unit.evict(guard_type)
     fetcher = Fetcher(
         ground.queue, ground.memory.fetch, ground.ledger, ground.device,

@@ -87,7 +87,7 @@ class Editor:
         return False
 
     def _stored(self, bound: BoundUnit, chunk: Chunk) -> torch.Tensor:
-        out = torch.empty(chunk.num_elems, dtype=bound.flat.dtype)
+        out = torch.empty(chunk.num_elems, dtype=bound.dtype)
         if self._exact:
             self._reader.master_range(bound.unit, chunk.start, out)
         else:

@@ -1,15 +1,17 @@
-"""A unit bound to live parameters: one flat device storage that is emptied and refilled.
+"""A unit bound to live parameters: one flat device storage, made by a fill, dropped by an eviction.
 
-    flat storage  [ trainable 0 | pad | trainable 1 | ... | frozen ]   compute_dtype, on the device
-    parameters     ^ views of it, for good: eviction frees the storage, a fill brings it back
+    present   parameters are views of flat    [ trainable 0 | pad | trainable 1 | ... | frozen ]
+    evicted   parameters wear the guard class over one NaN, expanded to their shape
 
-The storage object stays the same, so that views which autograd saved are valid again after a
-refill.
+A storage is never freed under a view: whoever still holds one (a recomputed segment, the user)
+keeps that memory alive, and code that reads below torch's overrides finds NaN, not a crash.
 """
 
 from __future__ import annotations
 
+import contextlib
 import enum
+import mmap
 from collections.abc import Mapping
 
 import torch
@@ -28,66 +30,91 @@ class Presence(enum.Enum):
 
 
 class BoundUnit:
-    """Parameters of one unit as views of one storage.  Presence changes in `_move` only."""
+    """Parameters of one unit, views of one storage while present.  Presence changes in `_move`."""
 
     def __init__(
         self, unit: Unit, parameters: Mapping[str, nn.Parameter], *,
         dtype: torch.dtype, device: torch.device,
     ) -> None:  # fmt: skip
+        """Bind nothing yet: call `hold` or `let_go`."""
         self.unit = unit
         self.parameters = [parameters[slot.tensor.name] for slot in unit.slots]
-        self.flat = torch.empty(unit.num_elems, dtype=dtype, device=device)
+        self.dtype = dtype
         self.presence = Presence.PRESENT
+        self._device = device
         self._classes = [type(parameter) for parameter in self.parameters]
-        self._num_bytes = self.flat.untyped_storage().nbytes()
+        self._flat: torch.Tensor | None = None
+        self._hole = torch.full((), float("nan"), dtype=dtype, device=device)
 
     @property
     def weight_bytes(self) -> int:
-        return self._num_bytes
+        return self.unit.num_elems * self.dtype.itemsize
+
+    @property
+    def flat(self) -> torch.Tensor:
+        """All weights, (num_elems,); while filling or present."""
+        assert self._flat is not None, self.unit.name
+        return self._flat
+
+    def owns(self, storage: torch.UntypedStorage) -> bool:
+        """True when `storage` is the one under the present weights."""
+        return self._flat is not None and self._flat.untyped_storage()._cdata == storage._cdata
 
     @property
     def storage_id(self) -> int:
+        """Identity of the present storage."""
         return int(self.flat.untyped_storage()._cdata)
 
     def view(self, slot: Slot) -> torch.Tensor:
         """The weights of one tensor, in its shape."""
         return self.flat[slot.start : slot.stop].view(slot.tensor.shape)
 
-    def bind(self, *, copy: bool) -> None:
-        """Make the parameters views of the flat storage; `copy` keeps their values."""
+    def hold(self) -> None:
+        """Make the parameters views of a storage with their own values, for good."""
+        self._flat = new_storage(self.unit.num_elems, self.dtype, self._device)
         with torch.no_grad():
-            if copy:
-                self.flat.zero_()  # padding is read by transfers
             for slot, parameter in zip(self.unit.slots, self.parameters, strict=True):
                 view = self.view(slot)
-                if copy:
-                    view.copy_(parameter.data)
+                view.copy_(parameter.data)
                 parameter.data = view
 
     def begin_fill(self) -> None:
         """EVICTED -> FILLING: allocate the storage."""
         self._move(Presence.EVICTED, Presence.FILLING)
-        self._resize(self._num_bytes)
+        self._flat = new_storage(self.unit.num_elems, self.dtype, self._device)
 
     def end_fill(self) -> None:
-        """FILLING -> PRESENT: parameters become plain again."""
+        """FILLING -> PRESENT: parameters become plain views."""
         self._move(Presence.FILLING, Presence.PRESENT)
-        for parameter, plain in zip(self.parameters, self._classes, strict=True):
+        places = zip(self.unit.slots, self.parameters, self._classes, strict=True)
+        for slot, parameter, plain in places:
             parameter.__class__ = plain
+            parameter.data = self.view(slot)
 
     def evict(self, guard: type[EvictedParameter]) -> None:
-        """PRESENT or FILLING -> EVICTED: free the storage, dress the parameters in `guard`."""
+        """PRESENT or FILLING -> EVICTED: drop the storage, dress the parameters in `guard`."""
+        if self.presence is Presence.PRESENT:
+            for slot, parameter in zip(self.unit.slots, self.parameters, strict=True):
+                parameter.data = self._hole.expand(slot.tensor.shape)
+                parameter.__class__ = guard
         self.presence = Presence.EVICTED
-        for parameter in self.parameters:
-            parameter.__class__ = guard
-        self._resize(0)
+        self._flat = None
 
     def _move(self, expected: Presence, to: Presence) -> None:
         assert self.presence is expected, (self.unit.name, self.presence, to)
         self.presence = to
 
-    def _resize(self, num_bytes: int) -> None:
-        # Autograd compares versions of saved views on unpacking; freeing and refilling restores the
-        # same values, so it must not count as a modification.
-        with torch.autograd._unsafe_preserve_version_counter(self.flat):  # type: ignore[attr-defined]
-            self.flat.untyped_storage().resize_(num_bytes)
+
+def new_storage(num_elems: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A zeroed (num_elems,) tensor; on a CPU in a mapping of its own.
+
+    From the heap, units that come and go would leave holes which activations then pin: memory would
+    grow with the number of units.  Huge pages make the first touch cheap.
+    """
+    num_bytes = num_elems * dtype.itemsize
+    if device.type != "cpu" or not num_bytes:
+        return torch.zeros(num_elems, dtype=dtype, device=device)
+    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):  # a kernel without transparent huge pages
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=dtype)

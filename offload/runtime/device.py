@@ -51,7 +51,7 @@ class CudaDevice:
         self._device = device
 
     def fill(self, dst: torch.Tensor, hi: torch.Tensor, lo: torch.Tensor | None) -> None:
-        with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(dst):  # type: ignore[attr-defined]
+        with torch.no_grad():
             if lo is None:
                 dst.copy_(hi, non_blocking=True)
             else:

@@ -2,10 +2,8 @@
 
     present: nn.Parameter  <--- class swapped in place --->  evicted: EvictedParameter
 
-Reading freed storage crashes the process in torch, so an evicted parameter answers questions about
-itself (shape, dtype,
-requires_grad ...), is fetched when a model uses it during forward or backward, and otherwise
-refuses with a clear error.
+An evicted parameter answers questions about itself (shape, dtype, requires_grad ...), is fetched
+when a model uses it during forward or backward, and otherwise refuses with a clear error.
 """
 
 from __future__ import annotations
@@ -29,6 +27,10 @@ class Guard(Protocol):
         """Bring the parameter to the device if the model is running; False: it is not."""
         ...
 
+    def keeps_gradient(self, parameter: nn.Parameter) -> bool:
+        """True when a gradient of this step was taken from the parameter."""
+        ...
+
     @property
     def making_state_dict(self) -> bool: ...
 
@@ -49,14 +51,25 @@ _METADATA = _properties(
     "is_nested",
     "is_mps", "is_xpu", "_base", "retains_grad",
 ) | {
-    _Tensor.size, _Tensor.numel, _Tensor.nelement, _Tensor.dim, _Tensor.ndimension, _Tensor.stride,
-    _Tensor.storage_offset, _Tensor.is_floating_point, _Tensor.is_complex, _Tensor.is_contiguous,
+    _Tensor.size, _Tensor.numel, _Tensor.nelement, _Tensor.dim, _Tensor.ndimension,
+    _Tensor.storage_offset, _Tensor.is_floating_point, _Tensor.is_complex,
     _Tensor.element_size, _Tensor.requires_grad_, _Tensor.register_hook, _Tensor.__hash__,
     _Tensor.register_post_accumulate_grad_hook, _Tensor.get_device, _Tensor.__len__, _Tensor.type,
     _Tensor.is_signed, _Tensor.untyped_storage, _Tensor.is_shared, _Tensor.data_ptr,
     _Tensor.is_inference,
     torch.is_floating_point, torch.is_complex, torch.numel,
 }  # fmt: skip
+
+_LAYOUT = {_Tensor.stride, _Tensor.is_contiguous}
+
+_GRAD: Any = _Tensor.grad  # torch's own attribute
+
+
+def gradient_of(parameter: nn.Parameter) -> torch.Tensor | None:
+    """The gradient that autograd has left on a parameter, evicted or not."""
+    with torch._C.DisableTorchFunctionSubclass():
+        found: torch.Tensor | None = _GRAD.__get__(parameter)
+    return found
 
 
 class EvictedParameter(nn.Parameter):
@@ -72,6 +85,8 @@ class EvictedParameter(nn.Parameter):
         with torch._C.DisableTorchFunctionSubclass():
             if func in _METADATA:
                 return func(*args, **kwargs)
+            if func in _LAYOUT:  # of the weights, not of the NaN that stands for them
+                return func(torch.empty_like(args[0], device="meta"), *args[1:], **kwargs)
             evicted = [
                 item for item in tree_iter((args, kwargs)) if isinstance(item, EvictedParameter)
             ]
@@ -89,6 +104,23 @@ class EvictedParameter(nn.Parameter):
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         name = self._guard.name_of(self)
         return f"EvictedParameter({name!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
+
+    @property
+    def grad(self) -> torch.Tensor | None:
+        """None before backward; once the engine keeps the gradient, reading it here is refused."""
+        found = gradient_of(self)
+        if found is None and self._guard.keeps_gradient(self):
+            raise StateError(
+                f"gradient of parameter {self._guard.name_of(self)!r}: the engine keeps it until"
+                " step(). Read a copy with engine.kept_grad(parameter); to clip, set"
+                " gradient_clipping, since clip_grad_norm_ would find nothing."
+            )
+        return found
+
+    @grad.setter
+    def grad(self, value: torch.Tensor | None) -> None:
+        with torch._C.DisableTorchFunctionSubclass():
+            _GRAD.__set__(self, value)
 
     def __deepcopy__(self, memo: Any) -> NoReturn:
         raise StateError(

@@ -24,6 +24,7 @@ from offload.partition.chunk import Chunk, Segment, chunks_of, segments_of
 from offload.partition.unit import STORE_ALIGN_BYTES, Slot, Unit, round_up
 from offload.runtime.binding import BoundUnit
 from offload.runtime.device import Device
+from offload.runtime.evicted import gradient_of
 from offload.runtime.spill import Spiller, SpillFile
 
 _LOG = logging.getLogger(__name__)
@@ -77,7 +78,7 @@ class GradientKeeper:
         kept = self._kept[bound.unit.index]
         grads: dict[str, torch.Tensor] = {}
         for slot, parameter in zip(bound.unit.slots, bound.parameters, strict=True):
-            grad = parameter.grad
+            grad = gradient_of(parameter)
             if grad is not None:
                 _check_dense(slot, grad)
                 grads[slot.tensor.name] = self._device.to_host(grad)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
@@ -22,12 +22,17 @@ class ParameterGuard:
         }
         self.making_state_dict = False
         self.residency: Residency | None = None  # set once; the residency needs the guard's class
+        self.kept: Callable[[int, str], bool] = lambda unit, name: False  # set once, likewise
 
     def name_of(self, parameter: nn.Parameter) -> str:
         return self._where[id(parameter)][0]
 
     def unit_of(self, parameter: nn.Parameter) -> int:
         return self._where[id(parameter)][1]
+
+    def keeps_gradient(self, parameter: nn.Parameter) -> bool:
+        name, unit = self._where[id(parameter)]
+        return self.kept(unit, name)
 
     def serve(self, parameter: nn.Parameter) -> bool:
         residency = self.residency

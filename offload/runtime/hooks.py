@@ -58,7 +58,7 @@ class Hooks:
         self._before_forward = before_forward
         self._listener = listener
         self.last_micro_step = True  # of the backward that comes next
-        self._views = SavedViews(residency.bound, self._bring_back)
+        self._views = SavedViews(residency.present, self._bring_back)
         self._depth = 0  # of the root's forward
         self._arrived = [Arrivals(bound) for bound in residency.bound]
         self._calls = [0] * len(residency.bound)  # of each unit's modules in this forward

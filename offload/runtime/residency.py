@@ -47,6 +47,7 @@ class Residency:
         self._guard = guard
         self._capacity = weight_bytes  # of the device budget, for weights of units
         self._metrics = metrics
+        self.present: dict[int, BoundUnit] = {}  # by the identity of their storage
         self._uses = [0] * len(bound)
         self._recent: list[int] = []  # present units, least recently used first
         order = list(range(len(bound)))
@@ -97,6 +98,7 @@ class Residency:
             bound.evict(self._guard)
             raise
         bound.end_fill()
+        self.present[bound.storage_id] = bound
         self._recent.append(bound.unit.index)
 
     def evict(self, index: int) -> None:
@@ -104,6 +106,7 @@ class Residency:
         bound = self.bound[index]
         if bound.presence is Presence.EVICTED:
             return
+        self.present.pop(bound.storage_id, None)
         bound.evict(self._guard)
         self.loans.drop(index)
         self._metrics.evictions[bound.unit.name] += 1

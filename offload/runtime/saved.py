@@ -8,7 +8,7 @@ Whatever backward needs comes back this way, whether or not a module's hook fore
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import nn
@@ -35,9 +35,9 @@ class PackedView:
 class SavedViews:
     """The saved-tensor hooks of one engine, pushed for the length of a forward."""
 
-    def __init__(self, bound: Sequence[BoundUnit], bring_back: Callable[[int], None]) -> None:
-        """`bring_back(unit)` makes a unit present; called in backward."""
-        self._by_storage = {unit.storage_id: unit for unit in bound if unit.unit.num_elems}
+    def __init__(self, present: Mapping[int, BoundUnit], bring_back: Callable[[int], None]) -> None:
+        """`present`: units by the identity of their storage; `bring_back(unit)`: in backward."""
+        self._present = present
         self._bring_back = bring_back
         self._active: torch.autograd.graph.saved_tensors_hooks | None = None
 
@@ -55,8 +55,8 @@ class SavedViews:
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor | PackedView:
         if type(tensor) not in (torch.Tensor, nn.Parameter):
             return tensor
-        bound = self._by_storage.get(tensor.untyped_storage()._cdata)
-        same = bound is not None and tensor.dtype == bound.flat.dtype
+        bound = self._present.get(tensor.untyped_storage()._cdata)
+        same = bound is not None and tensor.dtype == bound.dtype
         return PackedView(bound, tensor) if bound is not None and same else tensor
 
     def _unpack(self, packed: torch.Tensor | PackedView) -> torch.Tensor:

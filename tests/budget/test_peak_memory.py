@@ -38,9 +38,6 @@ def spilled_bytes(report: dict) -> int:
     return sum(size for key, size in report["write_bytes"].items() if key.endswith(".grad"))
 
 
-@pytest.mark.xfail(
-    reason="freed unit storages leave holes in the C heap that activations then pin", strict=True
-)
 def test_a_model_four_times_larger_has_the_same_peak(tmp_path):
     small, small_activations, small_report = peaks(4, tmp_path)
     large, large_activations, large_report = peaks(16, tmp_path)

@@ -44,7 +44,6 @@ def test_every_read_of_an_evicted_parameter_is_served_or_refused(attempts):
     assert not [line for line in outcomes if line.startswith("wrong")]
 
 
-@pytest.mark.xfail(reason="they read the storage below __torch_function__", strict=True)
 def test_reads_below_torch_function_do_not_crash_either(attempts):
     _, lines, _ = attempts
     assert [line for line in lines if line == "try vmap"]
