@@ -77,7 +77,7 @@ class Ledger:
         self.zero_moments = set(units)  # units whose moments were never written
         self.sides = dict.fromkeys(units, 0)
         self.first_checksums: Mapping[str, int] = {}  # of the initial weights
-        self._late_moves: bool | None = None  # True: late state has changed after every step so far
+        self._late_moves: bool | None = None  # False: schedulers do not step after every step
         self._clock = 0
 
     # --- Source
@@ -148,9 +148,9 @@ class Ledger:
         it left would be resumed with a schedule that is one step behind.
         """
         pending = self._pending
-        if pending is not None and pending.late is None and self._late_moves:
+        if pending is not None and pending.late is None and self._late_moves is not False:
             pending.late = self._capture_late()
-            if not _has_moved(pending):
+            if pending.late["tracked"] and not _has_moved(pending):
                 _LOG.warning(
                     "close: step to generation %d is discarded, its scheduler has not stepped.",
                     pending.generation,
