@@ -11,6 +11,7 @@ import torch
 from checkpoint_run import CONTINUED, SAVED_AT, Reference, Run, assert_equal, running, state_of
 
 from offload.errors import ConfigError, StateError, StoreError
+from offload.store.inspect import verify
 
 PLACEMENTS = [
     {},
@@ -34,6 +35,37 @@ def test_a_checkpoint_continues_bit_for_bit_under_any_placement(
         run.steps(CONTINUED)
         assert run.losses == reference.losses
         assert_equal(state_of(run), reference.after)
+
+
+@pytest.mark.parametrize("threshold", [0, 3000, 10**6])
+def test_it_loads_where_other_tensors_are_small(
+    reference: Reference, tmp_path: Path, threshold: int
+) -> None:
+    settings = {"param_persistence_threshold": threshold}
+    with running(tmp_path / "other", seed=3, **settings) as run:
+        run.steps(1)
+        run.engine.load_checkpoint(reference.checkpoints)
+        assert_equal(state_of(run), reference.saved)
+        run.steps(CONTINUED)
+        assert_equal(state_of(run), reference.after)
+        name = run.store_folder.name.removeprefix("offload-")
+    assert not any(problems for _, problems in verify([tmp_path / "other"], name))
+    with running(tmp_path / "other", seed=4, resume=True, **settings) as run:
+        assert_equal(state_of(run), reference.after)
+
+
+def test_a_checkpoint_before_the_first_step_loads_where_other_tensors_are_small(
+    tmp_path: Path,
+) -> None:
+    with running(tmp_path / "store") as run:
+        run.engine.save_checkpoint(tmp_path / "ck").wait()
+        run.steps(2)
+        after = state_of(run)
+    with running(tmp_path / "other", seed=3, param_persistence_threshold=3000) as run:
+        run.steps(2)
+        run.engine.load_checkpoint(tmp_path / "ck")
+        run.steps(2)
+        assert_equal(state_of(run), after)
 
 
 def test_it_loads_over_several_paths_and_resumes_from_them(
