@@ -261,11 +261,21 @@ class OffloadEngine:
         return self.train(False)
 
     def close(self) -> None:
-        """Finish and commit what was stepped, release everything; may be called twice."""
+        """Finish and commit what was stepped, release everything; may be called twice.
+
+        Raises StoreError where the last step cannot be committed; all is released even then.
+        """
         if self._close.alive:
-            self._parts.hooks.abort()
-            self._parts.ground.ledger.engine_called()
-            self._close()
+            ledger = self._parts.ground.ledger
+            try:
+                self._parts.hooks.abort()
+                ledger.engine_called()
+                ledger.finish_or_discard()
+            except BaseException:
+                ledger.abandon()
+                raise
+            finally:
+                self._close()
 
     def __enter__(self) -> Self:
         return self
@@ -463,7 +473,7 @@ def _close(parts: Parts) -> None:
     """Commit what was stepped, then release in reverse order of construction."""
     try:
         parts.ground.ledger.finish_or_discard()
-    except OffloadError as error:
+    except (OffloadError, OSError) as error:
         _LOG.error("close: the last step is lost: %s", error)
         parts.ground.ledger.abandon()
     finally:

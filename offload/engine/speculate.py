@@ -11,7 +11,7 @@ The committed side is read and never written, so going back is exact and costs o
 
 from __future__ import annotations
 
-import contextlib
+import logging
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,6 +27,7 @@ from offload.runtime.gradients import GradientKeeper
 from offload.runtime.loans import Loans
 
 RECENT_STEPS = 16
+_LOG = logging.getLogger(__name__)
 MOST_REDONE = 0.25  # of recent steps; above it holding is cheaper than redoing
 
 
@@ -174,7 +175,11 @@ class Speculator:
         job = self._bets.pop(unit).job
         self._settling.discard(unit)
         job.cancel()
-        with contextlib.suppress(StateError, StoreError):
+        try:
             job.wait()  # transfers in flight touch slots and the spare side
+        except StateError:
+            pass
+        except StoreError as error:  # the step does it all again, and fails if that fails
+            _LOG.warning("an update that is not needed any more has failed: %s", error)
         account(job, self._ledger.metrics)
         job.close()
