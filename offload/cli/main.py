@@ -25,14 +25,22 @@ command.add_command(inspect.command)
 @click.argument("folder", callback=shell.one_folder, default=".")
 def report(*, folder: Path) -> None:
     """Tell which backend, kernel and devices training in FOLDER would use, and why."""
+    import aio
     from offload.cli import machine
 
+    probe = aio.probe(folder)
     lines = list(
-        chain(machine.storage_lines(folder), machine.processor_lines(), machine.library_lines())
+        chain(
+            machine.storage_lines(folder, probe),
+            machine.processor_lines(),
+            machine.library_lines(),
+        )
     )
     width = max(len(name) for name, _ in lines)
     for name, value in lines:
         click.echo(f"{name:<{width}}  {value}")
+    for note in machine.notes(folder, probe):
+        click.echo(f"note: {note}")
 
 
 def main() -> None:
