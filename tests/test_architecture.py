@@ -278,6 +278,12 @@ def test_the_search_finds_every_package() -> None:
     assert {"aio", "offload", "tests"} <= tops
 
 
+def test_no_two_test_modules_share_a_name() -> None:
+    """pytest imports them by their last name: the second of two would stop the whole run."""
+    names = [path.name for path in (ROOT / "tests").rglob("*.py") if path.name != "conftest.py"]
+    assert sorted(names) == sorted(set(names))
+
+
 def body(num_lines: int) -> str:
     return "def long():\n" + "    x = 1\n" * (num_lines - 1)
 
