@@ -44,13 +44,13 @@ class Loaded:
 
     sides: Mapping[str, int]
     zero_moments: frozenset[str]  # units
-    checksums: Mapping[str, int] = field(repr=False)
+    checksums: Mapping[str, int] | None = field(repr=False)  # None: the units are not sealed yet
 
 
 def open_checkpoint(found: Found) -> Checkpoint:
     """Read and check all but the data; raises StoreCorrupt or StoreError (another version)."""
     where = found.path / MANIFEST_NAME
-    with _told(found):
+    with told(found.path):
         manifest = decode_manifest(where.read_bytes(), str(where))
         with contextlib.closing(CommitLog(found.path, manifest, read_only=True)) as log:
             record, problems = log.read()
@@ -91,9 +91,9 @@ def copy_into(store: Store, checkpoint: Checkpoint, *, backend: str) -> Loaded:
         unit = job.layout.unit
         sums[unit] = checksum.seal(store.files, unit, sides[unit], job.sums)
 
-    with _told_path(checkpoint.path):
+    with told(checkpoint.path):
         jobs = [_job(store, checkpoint, data, layout.unit) for layout in checkpoint.manifest.files]
-        with _bar(checkpoint) as bar:
+        with progress_bar(checkpoint) as bar:
             copy(
                 jobs, backend=backend, depth=ALONE, finished=seal,
                 progress=lambda num_bytes: bar.update(num_bytes) and None,
@@ -113,12 +113,9 @@ def _job(store: Store, checkpoint: Checkpoint, data: files.DataFiles, unit: str)
     return CopyJob(layout, record.sides[unit], source, target, roles, expected)
 
 
-def _told(found: Found) -> contextlib.AbstractContextManager[None]:
-    return _told_path(found.path)
-
-
 @contextlib.contextmanager
-def _told_path(path: Path) -> Iterator[None]:
+def told(path: Path) -> Iterator[None]:
+    """Turn what goes wrong with a checkpoint into one line that names it."""
     what = f"checkpoint {path} cannot be loaded"
     try:
         yield
@@ -132,7 +129,7 @@ def _told_path(path: Path) -> Iterator[None]:
         raise StoreError(durable.explain(error, what)) from error
 
 
-def _bar(checkpoint: Checkpoint) -> Any:
+def progress_bar(checkpoint: Checkpoint) -> Any:
     """A progress bar with rate and time left, where stderr is a terminal."""
     total = data_bytes(checkpoint.manifest.files)
     name = f"loading {checkpoint.path.name}"

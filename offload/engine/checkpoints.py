@@ -12,6 +12,7 @@ from typing import Any
 
 from offload.checkpoint import folder
 from offload.checkpoint.load import Checkpoint, check_layout, copy_into, open_checkpoint
+from offload.checkpoint.regroup import is_regrouped, regroup_into
 from offload.checkpoint.save import Content, Saver, Saving
 from offload.engine.assembly import describe_layout
 from offload.engine.connect import Parts
@@ -19,6 +20,7 @@ from offload.engine.generation import decode, encode
 from offload.engine.loading import read_persistent
 from offload.engine.rewriting import commit_rewritten
 from offload.errors import ConfigError, StateError
+from offload.store.recover import plain
 
 _CLIENT = "client_state"
 
@@ -64,7 +66,9 @@ class Checkpoints:
         if found is None:
             return None
         checkpoint = open_checkpoint(found)
-        check_layout(checkpoint, describe_layout(self._parts.ground.blueprint))
+        layout = plain(describe_layout(self._parts.ground.blueprint))
+        if not is_regrouped(layout, checkpoint.manifest.layout):
+            check_layout(checkpoint, layout)
         state = decode(checkpoint.record.payload)
         client_state = state.pop(_CLIENT, {})
         check(state)
@@ -80,7 +84,10 @@ class Checkpoints:
         parts.keeper.clear()
         parts.residency.discard_prefetches()
         parts.residency.evict_unused()
-        loaded = copy_into(ground.store, checkpoint, backend=ground.queue.backend)
+        if checkpoint.manifest.layout == ground.store.manifest.layout:
+            loaded = copy_into(ground.store, checkpoint, backend=ground.queue.backend)
+        else:
+            loaded = regroup_into(ground.store, checkpoint)
         zero = [u.index for u in ground.blueprint.units if u.name in loaded.zero_moments]
         commit_rewritten(
             ground.ledger, loaded.sides, payload, zero_moments=zero, checksums=loaded.checksums

@@ -62,7 +62,7 @@ class Reader:
     def master_range(self, unit: Unit, start: int, out: torch.Tensor) -> None:
         """Fill `out` (n,) fp32 with the masters of elements [start, start + n) of a unit."""
         hi = self.role_range(unit, Role.PARAM, start, start + len(out))
-        if start + len(out) <= self._low_elems(unit):
+        if start + len(out) <= unit.role_elems(Role.MASTER_LO):
             kernels.join(hi, self.role_range(unit, Role.MASTER_LO, start, start + len(out)), out)
         else:
             kernels.convert(hi, out)
@@ -70,11 +70,6 @@ class Reader:
     def weight_range(self, unit: Unit, start: int, stop: int) -> torch.Tensor:
         """The bf16 weights of elements [start, stop) of a unit."""
         return self.role_range(unit, Role.PARAM, start, stop)
-
-    def _low_elems(self, unit: Unit) -> int:
-        if self._persistent is not None and unit is self._persistent.unit:
-            return unit.num_elems
-        return unit.role_elems(Role.MASTER_LO)
 
     def role_range(self, unit: Unit, role: Role, start: int, stop: int) -> torch.Tensor:
         """A HOST copy of elements [start, stop) of one role of a unit."""
