@@ -27,7 +27,9 @@ static int job_status(const update_job *job, uint32_t unit)
 {
     if ((unit == UPDATE_ALL ? job->remaining : job->units[unit].remaining) == 0)
         return 0;
-    return job->error.error && job->active == 0 ? -job->error.error : 1;
+    if (!job->error.error || job->active > 0)
+        return 1;
+    return job->error.error == ETIME ? -EIO : -job->error.error; /* drives have such an error too */
 }
 
 static struct timespec deadline_in(int64_t timeout_ns)

@@ -128,7 +128,7 @@ void update_close(update_pipeline *pipeline); /* cancels what is waiting, joins 
 int update_submit(update_pipeline *pipeline, const update_work *work, update_job **out);
 int update_release(update_job *job, uint32_t unit); /* UPDATE_ALL: every unit; twice is once */
 /* unit < num_units: all chunks of that unit written; unit == UPDATE_ALL: the whole job.
- * 0; -ETIME (timeout_ns >= 0 and over); or -errno, told by update_job_error. */
+ * 0; -ETIME: timeout_ns >= 0 and over; or another -errno: the job has failed, update_job_error tells how. */
 int update_wait(update_job *job, uint32_t unit, int64_t timeout_ns);
 void update_job_error(const update_job *job, update_error *out);
 void update_job_stats(const update_job *job, update_stats *out);

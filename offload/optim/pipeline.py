@@ -89,8 +89,9 @@ def _close_pipeline(native: Any, pid: int, keep_alive: object) -> None:
 class UpdateJob:
     """The ticket of one submission.  Dropping it cancels what has not started."""
 
-    def __init__(self, job: _Job, unit_names: Sequence[str]) -> None:
+    def __init__(self, job: _Job, num_units: int, unit_names: Sequence[str]) -> None:
         self._job: _Job | None = job
+        self._num_units = num_units
         self._unit_names = unit_names
         self._pid = os.getpid()
 
@@ -110,9 +111,7 @@ class UpdateJob:
 
     def release(self, unit: int | None = None) -> None:
         """Let the kernels of `unit` (None: of all units) run; any thread, twice is once."""
-        job = self._open()
-        if lib.update_release(job.native, _unit_index(unit)) < 0:
-            raise StateError(f"update job: expected a unit of this job, got {unit}.")
+        lib.update_release(self._open().native, self._unit_index(unit))
 
     def wait(self, unit: int | None = None, timeout: float | None = None) -> None:
         """Block until `unit` (None: the whole job) is written; the GIL is released.
@@ -164,15 +163,16 @@ class UpdateJob:
         them.  The job must have been submitted with `checksums=True`.
         """
         job = self._open()
+        index = self._unit_index(unit)
         sums: dict[Role, NDArray[np.uint64]] = {}
         for number, role in enumerate(UPDATE_ROLES):
-            count = lib.update_job_checksums(job.native, _unit_index(unit), number, ffi.NULL, 0)
+            count = lib.update_job_checksums(job.native, index, number, ffi.NULL, 0)
             if count < 0:
                 raise StateError(f"update job: no checksums of {self._name(unit)}: {_WHY[count]}")
             if count > 0:
                 sums[role] = np.empty(count, np.uint64)
                 out = ffi.cast("uint64_t *", ffi.from_buffer(sums[role]))
-                lib.update_job_checksums(job.native, unit, number, out, count)
+                lib.update_job_checksums(job.native, index, number, out, count)
         return sums
 
     @property
@@ -191,10 +191,17 @@ class UpdateJob:
             lib.update_wait(job.native, lib.UPDATE_ALL, -1)
 
     def _status(self, job: _Job, unit: int | None, timeout: float) -> int:
-        status: int = lib.update_wait(job.native, _unit_index(unit), int(timeout * 1e9))
-        if status == -errno.EINVAL:
-            raise StateError(f"update job: expected a unit of this job, got {unit}.")
+        status: int = lib.update_wait(job.native, self._unit_index(unit), int(timeout * 1e9))
         return status
+
+    def _unit_index(self, unit: int | None) -> int:
+        if unit is None:
+            return int(lib.UPDATE_ALL)
+        if not 0 <= unit < self._num_units:
+            raise StateError(
+                f"update job: expected a unit of this job, one of {self._num_units}, got {unit}."
+            )
+        return unit
 
     def _name(self, unit: int | None) -> str:
         if unit is None:
@@ -208,33 +215,25 @@ class UpdateJob:
             return StateError(
                 "update: expected it to end, but it was cancelled. The last generation is intact."
             )
-        return self._transfer_error(error)
+        return _transfer_error(error, self._name(error.unit))
 
-    def _transfer_error(self, error: Any) -> StoreError:
-        verb = {lib.AIO_READ: "read", lib.AIO_WRITE: "write"}.get(error.op, "compute")
-        told = StoreError(
-            f"update of unit {error.unit} ({self._name(error.unit)}): {verb} of"
-            f" {UPDATE_ROLES[error.role].value} at byte {error.offset:,}: expected"
-            f" {error.wanted:,} bytes, got {error.done:,}: {os.strerror(error.error)}."
-            " The last committed generation is intact: remove the cause and resume from it."
-        )
-        told.errno = error.error
-        return told
+
+def _transfer_error(error: Any, unit: str) -> StoreError:
+    verb = {lib.AIO_READ: "read", lib.AIO_WRITE: "write"}.get(error.op, "compute")
+    told = StoreError(
+        f"update of unit {error.unit} ({unit}): {verb} of"
+        f" {UPDATE_ROLES[error.role].value} at byte {error.offset:,}: expected"
+        f" {error.wanted:,} bytes, got {error.done:,}: {os.strerror(error.error)}."
+        " The last committed generation is intact: remove the cause and resume from it."
+    )
+    told.errno = error.error
+    return told
 
 
 _WHY = {
-    -errno.EINVAL: "expected a unit of this job.",
     -errno.ENODATA: "expected a job submitted with checksums=True.",
     -errno.EAGAIN: "it has not ended. Wait for it first.",
 }
-
-
-def _unit_index(unit: int | None) -> int:
-    if unit is None:
-        return int(lib.UPDATE_ALL)
-    if not 0 <= unit < lib.UPDATE_ALL:
-        raise StateError(f"update job: expected a unit of this job, got {unit}.")
-    return unit
 
 
 class UpdatePipeline:
@@ -322,7 +321,7 @@ class UpdatePipeline:
                 f"update: expected chunks within their segments, rows and units, got an"
                 f" inconsistent set of {len(chunks):,} chunks ({os.strerror(-status)})."
             )
-        return UpdateJob(_Job(out[0], (self, keep_alive)), unit_names)
+        return UpdateJob(_Job(out[0], (self, keep_alive)), len(released), unit_names)
 
     def close(self) -> None:
         """Cancel every job, wait for what is in flight, join the thread.  May be called twice."""

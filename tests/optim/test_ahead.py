@@ -12,6 +12,7 @@ from stored_unit import ROWS, StoredUnit, assert_updated, chunks_of, submit
 import aio
 from aio.faults import Faults
 from offload.errors import StateError, StoreError
+from offload.optim.pipeline import UPDATE_ROLES
 from offload.partition.unit import Role
 
 ON_REQUEST = pytest.mark.parametrize("queue", ["faults"], indirect=True)
@@ -141,6 +142,26 @@ def test_a_late_read_that_fails_names_the_gradients(open_pipeline, store_unit):
     job.release()
     with pytest.raises(StoreError, match=r"'block'.*read of grad at byte"):
         job.wait()
+
+
+@pytest.mark.parametrize(
+    ("field", "role"),
+    [("read_offset", Role.PARAM), ("read_offset", Role.GRAD), ("write_offset", Role.PARAM)],
+)
+def test_a_transfer_that_the_queue_refuses_ends_the_job_and_frees_the_slot(
+    field, role, open_pipeline, store_unit
+):
+    pipeline = open_pipeline(num_slots=2)  # the first chunk is read ahead
+    bad, good = store_unit("bad", placement={Role.GRAD: "late"}), store_unit("good", seed=1)
+    chunks, segments = chunks_of(bad)
+    chunks["streams"][field][0, UPDATE_ROLES.index(role)] = 1 << 63
+    job = pipeline.submit(chunks, segments, ROWS, np.zeros(1, np.uint8), unit_names=["bad"])
+    job.release()
+    verb = field.removesuffix("_offset")
+    with pytest.raises(StoreError, match=f"'bad'.*{verb} of {role.value} at byte .*Invalid"):
+        job.wait()
+    submit(pipeline, good).wait()
+    assert_updated(good)
 
 
 def test_a_late_read_needs_a_file_and_a_copy_needs_memory(open_pipeline, store_unit):
