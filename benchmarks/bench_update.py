@@ -16,11 +16,8 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
@@ -30,14 +27,22 @@ from typing import Any
 import click
 import torch
 from meters import describe_machine, hardware_slug, num_cpus
-from update_streams import PAUSE_S, Job, Streams, Timing, torch_jobs
+from update_streams import Streams, Timing, torch_jobs
 
 from offload import kernels
+from offload.cli.update_sweep import (
+    Rounds,
+    limit_jobs,
+    limit_library,
+    of_limit,
+    our_jobs,
+    ratio,
+    row_of,
+    timed,
+)
 
 HERE = Path(__file__).resolve().parent
-LIMIT_PIECES = 32
-SPLIT_BYTES, F32_BYTES = 26, 28  # per element: read and written, by update_limit.c's account
-Rounds = dict[str, list[Timing]]
+VECTORS = [name for name in kernels.supported() if name != "portable"] or ["portable"]
 
 
 @dataclass(frozen=True)
@@ -51,64 +56,6 @@ class Settings:
     peer_python: str
     save: bool
     theme: str
-
-
-@contextmanager
-def limit_library() -> Iterator[ctypes.CDLL]:
-    with tempfile.TemporaryDirectory() as folder:
-        library = Path(folder) / "limit.so"
-        flags = ["-O3", "-march=native", "-shared", "-fPIC"]
-        source = str(HERE / "update_limit.c")
-        subprocess.run(["cc", *flags, source, "-o", str(library)], check=True)
-        yield ctypes.CDLL(str(library))
-
-
-def limit_job(function: Any, streams: list[torch.Tensor], pool: ThreadPoolExecutor) -> Job:
-    """Call `function` on pieces of the streams, each on the thread that is free next."""
-    num_elems = len(streams[0])
-    share = max(num_elems // LIMIT_PIECES // 32, 1) * 32
-
-    def piece(first: int) -> None:
-        places = [ctypes.c_void_p(s.data_ptr() + first * s.element_size()) for s in streams]
-        function(*places, ctypes.c_size_t(min(share, num_elems - first)))
-
-    return lambda: list(pool.map(piece, range(0, num_elems, share)))
-
-
-def limit_jobs(
-    library: ctypes.CDLL, at: Streams, pool: ThreadPoolExecutor
-) -> dict[str, Callable[[], object]]:
-    split = [at.weight16, at.low, at.exp_avg, at.exp_avg_sq, at.grad16]
-    whole = [at.weight, at.exp_avg, at.exp_avg_sq, at.grad]
-    return {
-        "limit, mixed": limit_job(library.limit_split, split, pool),
-        "limit, mixed, ahead": limit_job(library.limit_split_ahead, split, pool),
-        "limit, fp32": limit_job(library.limit_f32, whole, pool),
-        "limit, fp32, ahead": limit_job(library.limit_f32_ahead, whole, pool),
-    }
-
-
-def our_jobs(at: Streams, threads: kernels.Threads) -> dict[str, Job]:
-    row = kernels.adam_row(1e-4, (0.9, 0.999), 1e-8, 0.01, 6, decoupled=True)
-
-    def job(name: str, mixed: bool) -> Job:
-        def run() -> None:
-            kernels.select(name)
-            if mixed:
-                kernels.adam_split(
-                    at.weight16, at.low, at.exp_avg, at.exp_avg_sq, at.grad16,
-                    row=row, threads=threads,
-                )  # fmt: skip
-            else:
-                kernels.adam_whole(
-                    at.weight, at.exp_avg, at.exp_avg_sq, at.grad, row=row, threads=threads
-                )
-
-        return run
-
-    names = [name for name in kernels.supported() if name != "portable"] or ["portable"]
-    mixed = {f"offload {name}, mixed": job(name, True) for name in names}
-    return mixed | {f"offload {name}, fp32": job(name, False) for name in names}
 
 
 class Peer:
@@ -156,7 +103,7 @@ def measure(
     )
     found: Rounds = {}
     with ThreadPoolExecutor(num_threads) as pool, kernels.Threads(num_threads) as threads:
-        jobs = limit_jobs(library, at, pool) | our_jobs(at, threads) | torch_jobs(at)
+        jobs = limit_jobs(library, at, pool) | our_jobs(at, threads, VECTORS) | torch_jobs(at)
         for index in range(settings.rounds + 1):
             timings = {name: timed(job, at) for name, job in jobs.items()}
             if peer is not None:
@@ -167,47 +114,6 @@ def measure(
         return found, "deepspeed not measured"
     peer.close()
     return found, peer.version
-
-
-def timed(job: Job, at: Streams) -> Timing:
-    """Another thread prepares the memory: on a busy machine whoever has just computed must wait."""
-    with ThreadPoolExecutor(1) as preparing:
-        preparing.submit(at.reset).result()
-    time.sleep(PAUSE_S)
-    return Timing.of(job)
-
-
-def is_mixed(name: str) -> bool:
-    return "mixed" in name
-
-
-def ratio(found: Rounds, slower: str, faster: str, field: str = "seconds") -> float:
-    """How many times `slower` takes what `faster` takes: the median over rounds."""
-    pairs = zip(found[slower], found[faster], strict=True)
-    return median(getattr(a, field) / getattr(b, field) for a, b in pairs)
-
-
-def of_limit(found: Rounds, name: str, field: str) -> float:
-    """The time of the faster limit over the time of `name`: the median over rounds."""
-    plain = "limit, mixed" if is_mixed(name) else "limit, fp32"
-    limits = zip(found[plain], found[plain + ", ahead"], strict=True)
-    best = [min(getattr(a, field), getattr(b, field)) for a, b in limits]
-    mine = [getattr(timing, field) for timing in found[name]]
-    return median(b / m for b, m in zip(best, mine, strict=True))
-
-
-def row_of(found: Rounds, name: str, num_elems: int) -> dict[str, Any]:
-    seconds = sorted(timing.seconds for timing in found[name])
-    num_bytes = SPLIT_BYTES if is_mixed(name) else F32_BYTES
-    return {
-        "job": name,
-        "elems_per_s": num_elems / median(seconds),
-        "fastest_elems_per_s": num_elems / seconds[0],
-        "slowest_elems_per_s": num_elems / seconds[-1],
-        "bytes_per_s": num_bytes * num_elems / median(seconds),
-        "of_limit": of_limit(found, name, "seconds"),
-        "of_limit_cpu": of_limit(found, name, "cpu_s"),
-    }
 
 
 def targets(found: Rounds) -> Iterator[tuple[str, float, float]]:

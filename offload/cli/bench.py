@@ -12,7 +12,7 @@ from pathlib import Path
 
 import click
 
-from offload.cli import io_bench, io_sweep, shell
+from offload.cli import io_bench, io_sweep, shell, update_bench
 from offload.cli.shell import text
 
 NAME = "offload-bench"
@@ -61,6 +61,9 @@ def io(*, folder: Path, size: int, seconds: float | None, as_json: bool) -> None
             click.echo(f"written: {file}")
     for line in [*io_bench.warnings(result), *files.notes]:
         click.echo(f"{NAME}: {line}", err=True)
+
+
+command.add_command(update_bench.command)
 
 
 def main() -> None:
