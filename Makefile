@@ -20,7 +20,7 @@ demo: $(VENV)/.ready-bench
 	$(BIN)/python examples/demo.py
 
 test: $(VENV)/.ready-test
-	$(PYTEST) -m "not slow and not gpu"
+	$(PYTEST) -m "not slow"
 
 test-all: $(VENV)/.ready-test
 	$(PYTEST) --timeout=1800
@@ -43,7 +43,7 @@ bench: $(VENV)/.ready-bench
 # What else pip left in build/ goes, or a later install would take it. LeakSanitizer is off, since the interpreter keeps memory at exit by design.
 # setarch: address randomisation of newer kernels leaves no room for the shadow memory of older libtsan.
 SANITIZED_TESTS ?= tests/aio tests/simd
-SANITIZED = $(BIN)/python -P -m pytest -k "not sanitizer" -m "not slow and not gpu" --timeout=900 $(SANITIZED_TESTS)
+SANITIZED = $(BIN)/python -P -m pytest -k "not sanitizer" -m "not slow" --timeout=900 $(SANITIZED_TESTS)
 LOADED = $(BIN)/python -P -c 'import sys, _offload_native as n; sys.exit("build/$@" not in n.__file__)'
 
 asan: $(VENV)/.ready-test

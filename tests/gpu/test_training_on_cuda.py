@@ -1,0 +1,95 @@
+"""Offloaded training on a CUDA device: the numbers of the same update in the device's memory."""
+
+import models
+import pytest
+import torch
+
+from offload import OffloadEngine, kernels
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+NUM_STEPS = 6
+LR = 1e-2
+
+
+@pytest.fixture(autouse=True)
+def deterministic(monkeypatch):
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    inputs, labels = models.batch(step)
+    return inputs.cuda(), labels.cuda()
+
+
+def train_offloaded(folder, **settings) -> tuple[list[float], dict[str, torch.Tensor]]:
+    engine = OffloadEngine(
+        models.build(models.Decoder), nvme_path=folder, lr=LR, device="cuda",
+        dtype=torch.bfloat16, compute_dtype=torch.float32, param_persistence_threshold=0,
+        host_memory="16MiB", device_memory="16MiB", chunk_elems=4096, **settings,
+    )  # fmt: skip
+    with engine:
+        losses = []
+        for step in range(NUM_STEPS):
+            loss = engine(*batch(step))
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+        names = [name for name, _ in engine.module.named_parameters()]
+        assert all(engine.metrics.fetches[name] >= 2 for name in ("embed", "blocks.0", "head"))
+        return losses, {name: engine.full_fp32_param(name) for name in names}
+
+
+def train_in_memory() -> tuple[list[float], dict[str, torch.Tensor]]:
+    """The model on the device, its update by our kernel on host tensors."""
+    model = models.build(models.Decoder).cuda()
+    state = {}
+    for name, param in model.named_parameters():
+        flat = param.detach().cpu().flatten().float()
+        hi, lo = (
+            torch.empty_like(flat, dtype=torch.bfloat16),
+            torch.empty_like(flat, dtype=torch.int16),
+        )
+        kernels.split(flat, hi, lo)
+        state[name] = (hi, lo, torch.zeros_like(flat), torch.zeros_like(flat))
+        param.data.copy_(hi.view(param.shape))
+    losses = []
+    for step in range(NUM_STEPS):
+        loss = model(*batch(step))
+        loss.backward()
+        row = kernels.adam_row(LR, (0.9, 0.999), 1e-8, 0.01, step + 1, decoupled=True)
+        for name, param in model.named_parameters():
+            grad = param.grad.flatten().bfloat16().cpu()
+            kernels.adam_split(*state[name], grad, row=row)
+            param.data.copy_(state[name][0].view(param.shape))
+            param.grad = None
+        losses.append(loss.item())
+    masters = {}
+    for name, (hi, lo, _, _) in state.items():
+        masters[name] = torch.empty(len(hi))
+        kernels.join(hi, lo, masters[name])
+    return losses, masters
+
+
+@pytest.mark.parametrize("overlap", ["hold", "speculate"])
+def test_training_on_the_device_equals_the_run_in_its_memory(overlap, tmp_path):
+    losses, masters = train_offloaded(tmp_path, overlap=overlap)
+    true_losses, true_masters = train_in_memory()
+    assert losses == pytest.approx(true_losses, rel=1e-5)
+    for name, master in masters.items():
+        assert torch.allclose(master.flatten(), true_masters[name], rtol=1e-4, atol=1e-5), name
+
+
+def test_holding_and_speculating_give_the_same_bits(tmp_path):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    held = train_offloaded(tmp_path / "a", overlap="hold")
+    early = train_offloaded(tmp_path / "b", overlap="speculate")
+    assert held[0] == early[0]
+    for name, master in held[1].items():
+        assert torch.equal(master, early[1][name]), name
