@@ -55,9 +55,13 @@ def one_line() -> Iterator[None]:
 
 
 def terminate_as_exception() -> None:
-    """Make SIGTERM unwind the stack, so that `finally`, `with` and atexit do their work."""
+    """Make SIGTERM unwind the stack, so that `finally`, `with` and atexit do their work.
+
+    A second one is ignored: it would interrupt the work of the first.
+    """
 
     def leave(signum: int, frame: FrameType | None) -> NoReturn:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         sys.exit(TERMINATED)
 
     signal.signal(signal.SIGTERM, leave)

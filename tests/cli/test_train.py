@@ -181,3 +181,15 @@ def test_a_folder_that_may_not_be_written_is_refused(
     with pytest.raises(SystemExit):
         parse("--nvme", drive, script)
     assert "got a read-only one" in capsys.readouterr().err
+
+
+def test_a_second_sigterm_does_not_interrupt_the_end_that_the_first_began() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        shell.terminate_as_exception()
+        with pytest.raises(SystemExit) as left:
+            signal.raise_signal(signal.SIGTERM)
+        assert left.value.code == 143
+        signal.raise_signal(signal.SIGTERM)
+    finally:
+        signal.signal(signal.SIGTERM, before)
