@@ -114,7 +114,7 @@ def test_a_held_step_moves_twenty_eight_bytes_a_parameter(folder):
 
 
 def test_speculating_never_moves_more_when_nothing_is_clipped(folder):
-    held, ahead = two_steps(folder), two_steps(folder, overlap="speculate")
+    held, ahead = run(folder, 3), run(folder, 3, overlap="speculate")
     assert ahead.write == held.write
     assert sum(ahead.read.values()) <= sum(held.read.values())
 
