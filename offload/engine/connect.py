@@ -159,6 +159,7 @@ def _build(ground: Ground, captures: Captures) -> Parts:
     editor = Editor(
         residency, ground.ledger, reader, ground.queue, ground.persistent,
         chunk_elems=blueprint.placement.chunk_elems, exact=blueprint.exact, capture=captures.state,
+        stop_updates=speculator.discard,
     )  # fmt: skip
     names = {id(parameter): name for name, parameter in blueprint.found.parameters.items()}
     return Parts(

@@ -40,6 +40,7 @@ class Editor:
         self, residency: Residency, ledger: Ledger, reader: Reader, queue: aio.Queue,
         persistent: PersistentState | None, *,
         chunk_elems: int, exact: bool, capture: Callable[[], Mapping[str, Any]],
+        stop_updates: Callable[[], None],
     ) -> None:  # fmt: skip
         self._residency = residency
         self._ledger = ledger
@@ -49,6 +50,7 @@ class Editor:
         self._chunk_elems = chunk_elems
         self._exact = exact
         self._capture = capture
+        self._stop_updates = stop_updates
 
     @contextlib.contextmanager
     def gathered(self, names: Sequence[str]) -> Iterator[None]:
@@ -95,6 +97,7 @@ class Editor:
         return out
 
     def _write_back(self, changed: Sequence[BoundUnit]) -> None:
+        self._stop_updates()  # those made before step() write to the same side
         self._ledger.finish()
         self._ledger.store.begin([bound.unit.name for bound in changed])
         sides: dict[str, int] = {}
