@@ -9,6 +9,7 @@ import platform
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,10 +25,16 @@ pytestmark = pytest.mark.skipif(
 
 
 @pytest.fixture(scope="module")
-def answers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
-    folder = tmp_path_factory.mktemp("surroundings")
-    for parent in (folder, *folder.parents[:2]):
-        parent.chmod(0o755)
+def folder() -> Iterator[Path]:
+    """Not pytest's own: every start of pytest shuts that to other users."""
+    made = Path(tempfile.mkdtemp(prefix="offload-test-"))
+    made.chmod(0o755)
+    yield made
+    shutil.rmtree(made)
+
+
+@pytest.fixture(scope="module")
+def answers(folder: Path) -> Iterator[dict[str, Any]]:
     path = os.pathsep.join([str(HERE), str(HERE.parent), str(HERE.parents[1])])
     done = subprocess.run(
         [sys.executable, str(HERE / "surroundings.py"), str(folder)],
