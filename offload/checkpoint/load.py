@@ -26,8 +26,6 @@ from offload.store.folder import MANIFEST_NAME
 from offload.store.format import Manifest, Record, UnitFlag, decode_manifest
 from offload.store.store import Store
 
-_MAX_DIFFERENCES = 4
-
 
 @dataclass(frozen=True)
 class Checkpoint:
@@ -68,14 +66,11 @@ def open_checkpoint(found: Found) -> Checkpoint:
 
 def check_layout(checkpoint: Checkpoint, layout: Mapping[str, Any]) -> None:
     """Raise StoreError with the differences unless the checkpoint was made for this layout."""
-    expected = recover.plain(layout)
-    listed = list(recover.differences(expected, checkpoint.manifest.layout))
+    listed = list(recover.differences(recover.plain(layout), checkpoint.manifest.layout))
     if listed:
-        more = len(listed) - _MAX_DIFFERENCES
         raise StoreError(
             f"checkpoint {checkpoint.path} was saved from another model or other settings: "
-            f"{'; '.join(listed[:_MAX_DIFFERENCES])}{f' and {more} more' if more > 0 else ''}. "
-            "Build the engine as it was built for the checkpoint."
+            f"{recover.cut(listed)}. Build the engine as it was built for the checkpoint."
         )
 
 

@@ -7,6 +7,7 @@ Nothing here writes, so a refused store stays as it was.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 from collections.abc import Iterator, Mapping
@@ -17,7 +18,7 @@ from offload.errors import StoreCorrupt, StoreError
 from offload.store import checksum
 from offload.store.commits import CommitLog
 from offload.store.files import DataFiles
-from offload.store.folder import Found, check_half_made
+from offload.store.folder import MANIFEST_NAME, Found, check_half_made
 from offload.store.format import Manifest, Record, decode_manifest
 from offload.store.lock import boot_id
 
@@ -25,15 +26,36 @@ _LOG = logging.getLogger(__name__)
 _MAX_DIFFERENCES = 4
 
 
-def read_manifest(found: Found, name: str) -> Manifest:
+def read_manifest(
+    found: Found, name: str, layout: Mapping[str, Any] | None = None
+) -> Manifest:  # fmt: skip
+    """Return the manifest; raises StoreError, which tells of other stores there, without one."""
     if found.manifest is None:
         check_half_made(found)
         where = ", ".join(str(folder) for folder in found.folders)
         raise StoreError(
-            f"store {name!r}: expected a store at {where}, got none. "
-            "Check the paths and the name, or start without resuming."
+            f"store {name!r}: expected a store at {where}, got none. {_others(found, layout)}"
+            "Check the paths and the name, or start without resuming (--fresh)."
         )
     return decode_manifest(found.manifest.read_bytes(), str(found.manifest))
+
+
+def _others(found: Found, layout: Mapping[str, Any] | None) -> str:
+    """Tell of a store of another name at the same paths, and how it differs from `layout`."""
+    for path in dict.fromkeys(folder.parent for folder in found.folders):
+        for place in sorted(path.glob(f"offload-*/{MANIFEST_NAME}")):
+            with contextlib.suppress(StoreError, OSError):
+                other = decode_manifest(place.read_bytes(), str(place))
+                listed = list(differences(plain(layout), other.layout)) if layout else []
+                made = f", made for another model or other settings: {cut(listed)}"
+                return f"There is {other.name!r}{made if listed else ''}. "
+    return ""
+
+
+def cut(listed: list[str]) -> str:
+    """The first differences of many."""
+    more = f" and {len(listed) - _MAX_DIFFERENCES} more" if len(listed) > _MAX_DIFFERENCES else ""
+    return f"{'; '.join(listed[:_MAX_DIFFERENCES])}{more}"
 
 
 def order_folders(found: Found, manifest: Manifest) -> tuple[Path, ...]:
@@ -67,10 +89,8 @@ def check_layout(manifest: Manifest, layout: Mapping[str, Any]) -> None:
     found = list(differences(plain(layout), manifest.layout))
     if not found:
         return
-    more = f" and {len(found) - _MAX_DIFFERENCES} more" if len(found) > _MAX_DIFFERENCES else ""
-    listed = "; ".join(found[:_MAX_DIFFERENCES])
     raise StoreError(
-        f"store {manifest.name!r} was made for another model or other settings: {listed}{more}. "
+        f"store {manifest.name!r} was made for another model or other settings: {cut(found)}. "
         "Use the settings it was made with, another name, or discard it (--fresh)."
     )
 

@@ -133,7 +133,7 @@ class Store(contextlib.AbstractContextManager["Store"]):
         _check_durability(durability)
         with contextlib.ExitStack() as undo, _told(f"store {name!r} cannot be opened"):
             found = folder.find(paths, name)
-            manifest = recover.read_manifest(found, name)
+            manifest = recover.read_manifest(found, name, layout)
             folders = recover.order_folders(found, manifest)
             locks: list[FolderLock] = []
             undo.callback(lambda: release(locks))

@@ -202,6 +202,19 @@ def test_another_model_over_a_named_store_shows_the_difference_and_the_ways_out(
     assert content(folder) == before
 
 
+def test_resuming_with_other_settings_tells_of_the_store_that_is_there(tmp_path: Path) -> None:
+    folder = stopped(tmp_path / "store")
+    before = content(folder)
+    with pytest.raises(StoreError, match=r"expected a store at .* got none") as error:
+        Run(tmp_path / "store", resume=True, dtype="float32")
+    assert f"There is '{folder.name.removeprefix('offload-')}', made for another" in str(
+        error.value
+    )
+    assert 'dtype: expected "float32", got "bfloat16"' in str(error.value)
+    assert "--fresh" in str(error.value)
+    assert content(folder) == before
+
+
 def test_the_rotten_block_of_a_resumed_store_is_named_by_a_verification(tmp_path: Path) -> None:
     folder = stopped(tmp_path / "store")
     name = folder.name.removeprefix("offload-")
