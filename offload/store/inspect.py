@@ -59,6 +59,8 @@ class StoreReport:
                 f'(durability="{self.record.durability}", {flushed}), '
                 f"{sealed} of {len(self.record.flags)} units have checksums"
             )
+        elif self.holder is not None:
+            lines.append("  no generation: it is being made, or written in place")
         elif not self.problems:
             lines.append(
                 "  no generation: a left-over of a job that ended before its first commit, "

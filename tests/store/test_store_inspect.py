@@ -178,6 +178,19 @@ def test_a_report_says_what_a_store_holds_and_who_has_it(bench: Bench) -> None:
     assert describe(bench.paths, bench.name).holder is None
 
 
+def test_a_report_of_a_store_that_is_being_written_in_place_calls_it_no_left_over(
+    bench: Bench,
+) -> None:
+    with bench.trained(2, num_sides=1, durability="none") as store:
+        store.begin()
+        report = describe(bench.paths, bench.name)
+        assert report.record is None
+        assert report.reclaimable_bytes == 0
+        assert "being made, or written in place" in str(report)
+        assert "left-over" not in str(report)
+    assert "was killed with durability" in str(describe(bench.paths, bench.name))
+
+
 def test_a_report_lists_damage_instead_of_failing(bench: Bench) -> None:
     store = bench.trained(2)
     path = store.files.path("embed", 1)
