@@ -23,6 +23,7 @@ from offload.engine.reader import Reader, current, snapshot
 from offload.engine.speculate import Assumption, Speculator
 from offload.engine.step import Groups, Stepper
 from offload.engine.updates import UpdateBuilder
+from offload.memory.host import trim_heap
 from offload.metrics import Metrics
 from offload.optim.adamw import AdamRule, StepCounts
 from offload.optim.pipeline import UpdatePipeline
@@ -223,6 +224,7 @@ def _residency(ground: Ground) -> tuple[ParameterGuard, Residency]:
     guard_type = guard_class(guard)
     for unit in bound:  # their values are in the store now; this frees the model's own memory
         unit.evict(guard_type)
+    trim_heap()
     fetcher = Fetcher(
         ground.queue, ground.memory.fetch, ground.ledger, ground.device,
         chunk_elems=blueprint.placement.chunk_elems, exact=blueprint.exact, metrics=ground.metrics,
