@@ -29,28 +29,38 @@ from offload.cli import shell
     help="The engine's param_persistence_threshold.",
 )  # fmt: skip
 @click.option("--host-memory", callback=shell.size, metavar="SIZE", help="Most memory to hold.")
+@click.option(
+    "--deepspeed", type=click.Path(path_type=Path, exists=True, file_okay=False), metavar="DIR",
+    help="Take weights, moments and step counts from this ZeRO-3 checkpoint instead.",
+)  # fmt: skip
+@click.option("--tag", help="Of the DeepSpeed checkpoint; default: the latest.")
 @click.option("--fresh", is_flag=True, help="Discard a store of this name.")
 def command(
     *, folder: Path, paths: Sequence[Path], make: str | None, fresh: bool, dtype: str,
     name: str | None, persistence_threshold: int | None, host_memory: int | None,
+    deepspeed: Path | None, tag: str | None,
 ) -> None:  # fmt: skip
     """Make a store of the model in FOLDER (config.json and safetensors), to be trained from.
 
-    An OffloadEngine with this model, path, name, dtype and threshold goes on from it with
-    resume=True.
+    An OffloadEngine with this model, path, name, dtype and threshold, and with settings of its own,
+    goes on from it with resume=True.
     """
-    from offload.engine.facade import OffloadEngine
+    from offload.engine.facade import OffloadEngine, leave_settings_open
+    from offload.interchange.pretrained import load_pretrained, make_empty
 
     settings: dict[str, Any] = {
         "nvme_path": list(paths), "name": name, "dtype": dtype, "host_memory": host_memory,
         "param_persistence_threshold": persistence_threshold, "device": "cpu",
         "resume": False if fresh else None,
     }  # fmt: skip
-    with (
-        shell.one_line(),
-        OffloadEngine.from_pretrained(folder, make=_function(make), **settings) as engine,
-    ):
-        click.echo(engine.describe())
+    build = load_pretrained if deepspeed is None else make_empty
+    with shell.one_line():
+        model = build(folder, scratch=paths[0], make=_function(make))
+        with OffloadEngine(model, **settings) as engine:
+            if deepspeed is not None:
+                engine.load_deepspeed(deepspeed, tag)
+            leave_settings_open(engine)
+            click.echo(engine.describe())
 
 
 def _function(spec: str | None) -> Callable[[], Any] | None:

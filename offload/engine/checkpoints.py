@@ -14,10 +14,10 @@ from offload.checkpoint import folder
 from offload.checkpoint.load import Checkpoint, check_layout, copy_into, open_checkpoint
 from offload.checkpoint.regroup import is_regrouped, regroup_into
 from offload.checkpoint.save import Content, Saver, Saving
+from offload.engine import standstill
 from offload.engine.assembly import describe_layout
 from offload.engine.connect import Parts
 from offload.engine.generation import decode, encode
-from offload.engine.loading import read_persistent
 from offload.engine.rewriting import commit_rewritten
 from offload.errors import ConfigError, StateError
 from offload.store.recover import plain
@@ -77,13 +77,8 @@ class Checkpoints:
 
     def _replace(self, checkpoint: Checkpoint, payload: bytes) -> None:
         """Stop everything, copy, commit, and give the device the small tensors."""
-        parts, ground = self._parts, self._parts.ground
-        ground.ledger.finish()
-        parts.hooks.abort()
-        parts.speculator.discard()
-        parts.keeper.clear()
-        parts.residency.discard_prefetches()
-        parts.residency.evict_unused()
+        ground = self._parts.ground
+        standstill.stop(self._parts)
         if checkpoint.manifest.layout == ground.store.manifest.layout:
             loaded = copy_into(ground.store, checkpoint, backend=ground.queue.backend)
         else:
@@ -92,9 +87,7 @@ class Checkpoints:
         commit_rewritten(
             ground.ledger, loaded.sides, payload, zero_moments=zero, checksums=loaded.checksums
         )
-        if ground.persistent is not None:
-            read_persistent(ground.ledger, ground.queue, ground.persistent)
-            ground.persistent.refresh(ground.device, exact=ground.blueprint.exact)
+        standstill.refresh(self._parts)
 
 
 def _check_plain(payload: bytes) -> None:

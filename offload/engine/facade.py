@@ -39,12 +39,14 @@ from offload.engine.generation import (
     restore_groups,
     restore_rng,
 )
+from offload.engine.importing import import_zero
 from offload.engine.reader import current
 from offload.engine.rewriting import commit_first
 from offload.engine.step import Groups
 from offload.errors import ConfigError, OffloadError, StateError
+from offload.interchange.deepspeed import ZeroCheckpoint
 from offload.interchange.export import export_safetensors
-from offload.interchange.notes import ModelNotes
+from offload.interchange.notes import ModelNotes, all_names
 from offload.interchange.pretrained import load_pretrained
 from offload.metrics import Metrics
 from offload.optim.optimizer import OffloadOptimizer
@@ -253,6 +255,20 @@ class OffloadEngine:
         _restore(self, found[1])
         return found[0], found[2]
 
+    def load_deepspeed(self, directory: str | os.PathLike[str], tag: str | None = None) -> None:
+        """Go on from a DeepSpeed ZeRO-3 checkpoint of the same model (`tag` None: the latest).
+
+        Masters, moments, step counts and buffers come from it, whatever the number of ranks that
+        wrote it; hyper-parameters, schedules and random numbers stay this engine's.
+        """
+        self._check_open()
+        _check_writable(self)
+        checkpoint = ZeroCheckpoint.open(Path(directory), tag)
+        import_zero(
+            self._parts, checkpoint, all_names(self.module),
+            lambda found: encode(_adopt_zero(self, checkpoint, found)),
+        )  # fmt: skip
+
     def train(self, mode: bool = True) -> Self:
         self.module.train(mode)
         return self
@@ -291,6 +307,14 @@ class OffloadEngine:
     def _check_open(self) -> None:
         if not self._close.alive:
             raise StateError("engine: expected an open engine, got a closed one. Make a new one.")
+
+
+def leave_settings_open(engine: OffloadEngine) -> None:
+    """Let whoever resumes choose hyper-parameters and random numbers: an import has none."""
+    store = engine._parts.ground.store
+    assert store.committed is not None
+    payload = encode({**_state(engine), "groups": None, "rng": None})
+    store.commit(sides={}, generation=store.committed.generation, payload=payload)
 
 
 class _EngineStepper:
@@ -386,7 +410,8 @@ def _state(engine: OffloadEngine) -> dict[str, Any]:
 
 def _check_state(engine: OffloadEngine, saved: Mapping[str, Any]) -> None:
     """Raise StateError where a state cannot be put back into this engine."""
-    check_groups(engine.optimizer.param_groups, saved["groups"])
+    if saved["groups"] is not None:
+        check_groups(engine.optimizer.param_groups, saved["groups"])
     buffers = dict(engine.module.named_buffers())
     for name in buffers.keys() | saved["buffers"].keys():
         shapes = [tuple(x[name].shape) if name in x else None for x in (buffers, saved["buffers"])]
@@ -406,6 +431,22 @@ def _resume(engine: OffloadEngine) -> None:
     _restore(engine, saved)
 
 
+def _adopt_zero(
+    engine: OffloadEngine, checkpoint: ZeroCheckpoint, found: Mapping[str, str]
+) -> dict[str, Any]:
+    """Take over what is not in the store; return the state of the generation."""
+    engine._micro_steps = 0
+    engine.grad_norm = None
+    engine.global_step = checkpoint.global_steps
+    counts = {name: checkpoint.step_count(other) for name, other in found.items()}
+    engine._parts.counts.load_state_dict({name: count for name, count in counts.items() if count})
+    with torch.no_grad():
+        for name, buffer in engine.module.named_buffers():
+            if name in checkpoint.buffers:
+                buffer.copy_(checkpoint.buffers[name])
+    return _state(engine)
+
+
 def _restore(engine: OffloadEngine, saved: Mapping[str, Any]) -> None:
     """Put back everything that is not in the store."""
     engine._micro_steps = 0
@@ -413,12 +454,14 @@ def _restore(engine: OffloadEngine, saved: Mapping[str, Any]) -> None:
     engine.global_step = saved["global_step"]
     engine._parts.counts.load_state_dict(saved["counts"])
     engine._saved_groups = saved["groups"]
-    restore_groups(engine.optimizer.param_groups, saved["groups"])
+    if saved["groups"] is not None:  # None: the store was made by an import
+        restore_groups(engine.optimizer.param_groups, saved["groups"])
     engine._tracked.restore(saved["tracked"])
     with torch.no_grad():
         for name, buffer in engine.module.named_buffers():
             buffer.copy_(saved["buffers"][name])
-    restore_rng(saved["rng"])
+    if saved["rng"] is not None:
+        restore_rng(saved["rng"])
 
 
 def _names(me: weakref.ref[OffloadEngine], group: Mapping[str, Any]) -> list[str]:

@@ -64,13 +64,18 @@ class ModelNotes:
         return files
 
 
+def all_names(model: nn.Module) -> dict[str, list[str]]:
+    """Every name of each parameter, under the first, by which the engine knows it."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return {found[0]: found for found in names.values()}
+
+
 def _tied(model: nn.Module) -> dict[str, str]:
-    """Every further name of a parameter, and the first, under which the engine knows it."""
-    first = {id(parameter): name for name, parameter in model.named_parameters()}
+    """Every further name of a parameter, and the first."""
     return {
-        name: first[id(parameter)]
-        for name, parameter in model.named_parameters(remove_duplicate=False)
-        if first[id(parameter)] != name
+        name: first for first, names in all_names(model).items() for name in names if name != first
     }
 
 

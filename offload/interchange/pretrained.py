@@ -27,6 +27,7 @@ from torch.overrides import TorchFunctionMode
 
 from offload.errors import ConfigError, StateError, StoreError
 from offload.interchange.backing import BackingFile
+from offload.interchange.notes import all_names
 from offload.interchange.on_disk import on_disk_init
 from offload.interchange.safetensors_file import SafetensorsFile
 
@@ -51,9 +52,7 @@ def load_pretrained(
     Raises ConfigError, StateError or StoreError that names what is missing.
     """
     weights = WeightFiles.open(folder)
-    kind = None if make else architecture(folder)
-    with on_meta():
-        model = make() if make else kind(_config(folder))  # type: ignore[misc]
+    model, kind = _construct(folder, make)
     places, problems = match(model, weights)
     if problems:
         if kind is None:
@@ -65,6 +64,33 @@ def load_pretrained(
     if kind is not None:
         _finish_hugging_face(model, folder)
     return model
+
+
+def make_empty(
+    folder: Path, *, scratch: Path, make: Callable[[], nn.Module] | None = None
+) -> nn.Module:
+    """The model that `folder`'s config.json, or `make`, tells, with zeros in a backing file."""
+    model, kind = _construct(folder, make)
+    with contextlib.closing(BackingFile(scratch)) as backing:
+        _replace(
+            model,
+            lambda _, old: backing.empty(old.numel(), torch.float32).view(old.shape),
+        )
+    if kind is not None:
+        _finish_hugging_face(model, folder)
+    return model
+
+
+def _construct(
+    folder: Path, make: Callable[[], nn.Module] | None
+) -> tuple[nn.Module, Any]:  # fmt: skip
+    """The module without values, and its class where transformers has it."""
+    if make is not None:
+        with on_meta():
+            return make(), None
+    kind, config = architecture(folder), _config(folder)
+    with on_meta():
+        return kind(config), kind
 
 
 class WeightFiles:
@@ -184,11 +210,9 @@ def match(model: nn.Module, weights: WeightFiles) -> tuple[dict[str, str], list[
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, list[str], torch.Tensor]]:
     """Each parameter and persistent buffer once: its first name, all its names, itself."""
-    names: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
+    names = all_names(model)
     for name, parameter in model.named_parameters():
-        yield name, names[id(parameter)], parameter
+        yield name, names[name], parameter
     transient = {
         f"{path}.{name}" if path else name
         for path, module in model.named_modules()
@@ -213,21 +237,27 @@ def bind(
     model: nn.Module, places: Mapping[str, str], weights: WeightFiles, *, scratch: Path
 ) -> None:
     """Give parameters and buffers their values; ties between parameters stay."""
-    new: dict[int, nn.Parameter] = {}
     with contextlib.closing(BackingFile(scratch)) as backing:
-        for name, parameter in model.named_parameters():
-            data = _readable(weights, places[name], backing)
-            bound = nn.Parameter(data, requires_grad=parameter.requires_grad)
-            bound.__dict__.update(parameter.__dict__)
-            new[id(parameter)] = bound
-    for module in model.modules():
-        for name, old in list(module._parameters.items()):
-            if old is not None:
-                setattr(module, name, new[id(old)])
+        _replace(model, lambda name, _: _readable(weights, places[name], backing))
     with torch.no_grad():
         for name, buffer in model.named_buffers():
             if name in places:
                 buffer.copy_(weights.tensor(places[name]))
+
+
+def _replace(
+    model: nn.Module, values: Callable[[str, nn.Parameter], torch.Tensor]
+) -> None:  # fmt: skip
+    """Put a parameter with `values(name, old)` in the place of each; ties stay."""
+    new: dict[int, nn.Parameter] = {}
+    for name, parameter in model.named_parameters():
+        bound = nn.Parameter(values(name, parameter), requires_grad=parameter.requires_grad)
+        bound.__dict__.update(parameter.__dict__)
+        new[id(parameter)] = bound
+    for module in model.modules():
+        for name, old in list(module._parameters.items()):
+            if old is not None:
+                setattr(module, name, new[id(old)])
 
 
 def _readable(weights: WeightFiles, name: str, backing: BackingFile) -> torch.Tensor:
