@@ -85,10 +85,10 @@ def script() -> None:
     sys.setprofile(wire)
     run = Run(Path(request["store"]), nvme_path=None, seed=0 if not request["resume"] else 7)
     report = {"started_at": run.engine.global_step}
-    Path(request["report"]).write_text(json.dumps(report))
+    put(Path(request["report"]), json.dumps(report))
     while run.engine.global_step < request["num_steps"]:
         run.steps(1)
-        Path(request["report"]).with_suffix(".step").write_text(str(run.engine.global_step))
+        put(Path(request["report"]).with_suffix(".step"), str(run.engine.global_step))
         if run.engine.global_step % 3 == 0:
             run.engine.save_checkpoint(root / "checkpoints", "linked", keep=1)
         if run.engine.global_step % 4 == 0:
@@ -99,7 +99,14 @@ def script() -> None:
     run.engine.close()
     sys.setprofile(None)
     report["calls"] = wire.count
-    Path(request["report"]).write_text(json.dumps(report))
+    put(Path(request["report"]), json.dumps(report))
+
+
+def put(path: Path, text: str) -> None:
+    """Write a file so that a death in here leaves the old text or the new one."""
+    new = path.with_suffix(".new")
+    new.write_text(text)
+    os.replace(new, path)
 
 
 def warm_up() -> None:
