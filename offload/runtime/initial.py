@@ -8,7 +8,7 @@ Nothing is held but one piece per slot pair, whatever the size of the tensor.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Protocol
 
 import torch
@@ -19,7 +19,10 @@ from offload import kernels
 from offload.memory.slab import Region, Slots
 from offload.partition.chunk import Chunk, chunks_of, segments_of
 from offload.partition.unit import STORE_ALIGN_BYTES, Role, Unit, round_up
+from offload.runtime.pages import will_need
 from offload.store.checksum import BlockSums
+
+_AHEAD_ELEMS = 4 << 20  # read ahead where parameters are views of files
 
 
 class Place(Protocol):
@@ -35,17 +38,21 @@ def split_chunk(
     lo: torch.Tensor,  # (>= chunk.num_elems,) int16, HOST
 ) -> None:  # fmt: skip
     """Fill `hi` and `lo` with the master halves of a chunk; padding becomes zero."""
-    hi.zero_()
-    lo.zero_()
+    done = 0
     for segment in segments_of(unit, chunk):
         source = parameters[segment.slot.tensor.name].detach().reshape(-1)
         piece = source[segment.tensor_start : segment.tensor_start + segment.num_elems]
         stop = segment.chunk_start + segment.num_elems
+        for half in (hi, lo):
+            half[done : segment.chunk_start].zero_()
         kernels.split(
             piece.to(device="cpu", dtype=torch.float32).contiguous(),
             hi[segment.chunk_start : stop],
             lo[segment.chunk_start : stop],
         )
+        done = stop
+    for half in (hi, lo):
+        half[done:].zero_()
 
 
 class InitialWriter:
@@ -67,7 +74,7 @@ class InitialWriter:
         """
         sums = {Role.PARAM: BlockSums(), Role.MASTER_LO: BlockSums()}
         sides = list(sides)
-        for chunk in chunks_of(unit.num_elems, self._chunk_elems):
+        for chunk in self._read_ahead(unit, parameters):
             slots = self._lease_two()
             hi = slots[0].tensor(torch.bfloat16, self._chunk_elems)
             lo = slots[1].tensor(torch.int16, self._chunk_elems)
@@ -89,6 +96,20 @@ class InitialWriter:
         """Wait for everything."""
         while self._flying:
             self._retire()
+
+    def _read_ahead(
+        self, unit: Unit, parameters: Mapping[str, nn.Parameter]
+    ) -> Iterator[Chunk]:  # fmt: skip
+        """The chunks in order, each asked for some time before its turn."""
+        waiting: deque[Chunk] = deque()
+        for chunk in chunks_of(unit.num_elems, self._chunk_elems):
+            for segment in segments_of(unit, chunk):
+                source = parameters[segment.slot.tensor.name]
+                will_need(source, segment.tensor_start, segment.num_elems)
+            waiting.append(chunk)
+            if len(waiting) * self._chunk_elems > _AHEAD_ELEMS:
+                yield waiting.popleft()
+        yield from waiting
 
     def _lease_two(self) -> list[Region]:
         while self._slots.num_free < 2:
