@@ -10,6 +10,7 @@ from torch import nn
 
 from offload.config import DTYPES
 from offload.engine.connect import Ground, Parts
+from offload.engine.reader import current
 from offload.errors import ConfigError
 from offload.interchange.export import Exportable, Held, Stored, check_dtype
 from offload.interchange.notes import ModelNotes
@@ -49,7 +50,13 @@ def exportable(parts: Parts, model: nn.Module, *, dtype: Any, notes: ModelNotes)
     for name, tensor in {**others, **{name: buffers[name] for name in notes.buffers}}.items():
         key = notes.renamed.get(name, name)
         sources[key] = (TensorEntry(key, tuple(tensor.shape), tensor.dtype), tensor.cpu)
-    return Exportable(sources, WeightStream(ground.queue, _Current(ground)), notes, chosen)
+    stream = WeightStream(ground.queue, _Current(ground))
+    return Exportable(sources, stream, notes, chosen, lambda: _check_current(ground))
+
+
+def _check_current(ground: Ground) -> None:
+    with current(ground.store):
+        pass
 
 
 def _chosen_dtype(dtype: Any, default: torch.dtype) -> torch.dtype:

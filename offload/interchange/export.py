@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -52,6 +53,7 @@ class Exportable:
     stream: WeightStream
     notes: ModelNotes
     dtype: torch.dtype  # of the weights as they are written
+    check: Callable[[], None]  # raises where what was read may have changed meanwhile
 
     @property
     def num_bytes(self) -> int:
@@ -63,8 +65,8 @@ def export_safetensors(
 ) -> list[Path]:
     """Write shards, index and configuration to `folder`; return the files.
 
-    Tied weights are written once.  Raises StoreError where the folder holds another model, or has
-    too little room.
+    Tied weights are written once.  Raises StoreError, with nothing left, where the folder holds
+    another model or has too little room.
     """
     _prepare(folder, (SINGLE, INDEX, "model-*.safetensors"))
     shards = split_shards([entry for entry, _ in model.sources.values()], max_shard_bytes)
@@ -84,6 +86,7 @@ def export_safetensors(
                         file.write(_bytes(piece))
                         bar.update(piece.nbytes)
             written.append(file.path)
+        model.check()
         texts = dict(model.notes.files_for(model.dtype))
         if len(shards) > 1:
             texts[INDEX] = _index(names, shards)  # last: with it the export exists
@@ -101,6 +104,7 @@ def export_torch_file(model: Exportable, folder: Path, *, progress: bool = False
     """
     _prepare(folder, (TORCH_FILE,))
     entries = [entry for entry, _ in model.sources.values()]
+    _check_room(folder, 2 * model.num_bytes)
     backing = BackingFile(folder)
     state: dict[str, torch.Tensor] = {}
     partial = folder / f"{TORCH_FILE}.partial"
@@ -114,9 +118,11 @@ def export_torch_file(model: Exportable, folder: Path, *, progress: bool = False
                 start += len(piece)
                 bar.update(piece.nbytes)
             state[entry.name] = flat.view(entry.shape)
+        model.check()
         state |= {name: state[kept] for name, kept in model.notes.aliases.items()}
         try:
             torch.save(state, partial)
+            _flush(partial)
         except (OSError, RuntimeError) as error:  # torch reports a full disk as RuntimeError
             partial.unlink(missing_ok=True)
             raise StoreError(
@@ -150,6 +156,21 @@ def _prepare(folder: Path, patterns: Sequence[str]) -> None:
             f"{folder}: expected no model there, got {found[0]}. Remove it, or use another folder."
         )
     remove_partial(folder)
+
+
+def _check_room(folder: Path, num_bytes: int) -> None:
+    stat = os.statvfs(folder)
+    free = stat.f_bavail * stat.f_frsize
+    if free < num_bytes:
+        raise StoreError(
+            f"{folder}: expected {num_bytes:,} free bytes, for the file and for the weights on"
+            f" their way to it, got {free:,}. Free space or use another path."
+        )
+
+
+def _flush(path: Path) -> None:
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
 
 
 def _remove(paths: Sequence[Path]) -> None:

@@ -27,10 +27,11 @@ from torch.nn.modules import module as registration
 
 from offload.config import make_config
 from offload.interchange.backing import BackingFile
+from offload.memory.host import trim_heap
 
 LEAST_BYTES = 64 << 10  # smaller parameters stay in memory
 _MAX_WAITING = 16  # parameters looked at again whenever one is registered
-_OWN_REFERENCES = 2  # to a storage that nothing else views: the tensor's, and the one that asks
+_TRIM_BYTES = 32 << 20  # moved between two calls to return what was freed
 
 
 @contextlib.contextmanager
@@ -67,6 +68,8 @@ class _Mover:
         self._seen: dict[int, weakref.ref[nn.Parameter]] = {}  # by id
         self._moved: dict[int, int] = {}  # id -> address in the file
         self._waiting: deque[weakref.ref[nn.Parameter]] = deque(maxlen=_MAX_WAITING)
+        self._own_references = _references(torch.empty(1))  # to a storage that nothing else views
+        self._freed_bytes = 0
 
     def on_parameter(self, module: nn.Module, name: str, parameter: nn.Parameter) -> None:
         for reference in [self._waiting.popleft() for _ in range(len(self._waiting))]:
@@ -98,7 +101,7 @@ class _Mover:
             self._moved.pop(key, None)
         if not _is_for_file(parameter) or self._moved.get(key) == parameter.data_ptr():
             return True
-        if _is_shared(parameter):
+        if _references(parameter) > self._own_references:
             return False
         flat = self._backing.empty(parameter.numel(), parameter.dtype)
         with torch.no_grad():
@@ -106,6 +109,10 @@ class _Mover:
             target.copy_(parameter.data)
             parameter.data = target
         self._moved[key] = target.data_ptr()
+        self._freed_bytes += target.nbytes
+        if self._freed_bytes >= _TRIM_BYTES:
+            self._freed_bytes = 0
+            trim_heap()
         return True
 
     def _is_known(self, parameter: nn.Parameter) -> bool:
@@ -123,9 +130,9 @@ def _is_for_file(parameter: nn.Parameter) -> bool:
     return parameter.untyped_storage().nbytes() == num_bytes
 
 
-def _is_shared(parameter: nn.Parameter) -> bool:
-    storage = parameter.untyped_storage()
-    return bool(torch._C._storage_Use_Count(storage._cdata) > _OWN_REFERENCES)
+def _references(tensor: torch.Tensor) -> int:
+    storage = tensor.untyped_storage()
+    return int(torch._C._storage_Use_Count(storage._cdata))
 
 
 @contextlib.contextmanager

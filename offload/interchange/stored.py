@@ -120,4 +120,4 @@ def exportable(
     for name in notes.buffers:
         buffer: torch.Tensor = state["buffers"][name]
         sources[name] = (TensorEntry(name, tuple(buffer.shape), buffer.dtype), buffer.cpu)
-    return Exportable(sources, WeightStream(queue, source), notes, chosen)
+    return Exportable(sources, WeightStream(queue, source), notes, chosen, source.check_unchanged)

@@ -1,5 +1,6 @@
 """offload export and offload import."""
 
+import contextlib
 import json
 
 import models
@@ -10,6 +11,7 @@ from safetensors.torch import load_file, save_model
 
 from offload import OffloadEngine
 from offload.cli.main import command
+from offload.interchange import stored
 
 SETTINGS = {"param_persistence_threshold": 2000, "dtype": "bfloat16", "compute_dtype": "float32"}
 
@@ -109,6 +111,42 @@ def test_a_store_that_is_in_use_is_exported_at_its_last_commit(tmp_path):
         assert "generation 0" in output
         assert load_file(tmp_path / "out/model.safetensors")["calls"].item() == 0
         train(engine, 1)
+
+
+def test_a_store_that_goes_on_while_it_is_read_is_refused_and_nothing_is_left(
+    tmp_path, monkeypatch
+):
+    with OffloadEngine(models.build(Counting), nvme_path=tmp_path, name="t", **SETTINGS) as engine:
+        train(engine, 1)
+        open_source = stored.open_source
+
+        @contextlib.contextmanager
+        def and_train(folders):
+            with open_source(folders) as source:
+                train(engine, 2)
+                yield source
+
+        monkeypatch.setattr(stored, "open_source", and_train)
+        for option in ((), ("--zero-to-fp32",)):
+            status, output = offload("export", tmp_path / "offload-t", tmp_path / "out", *option)
+            assert status == 1
+            assert "overwritten" in output
+            assert list((tmp_path / "out").iterdir()) == []
+
+
+@pytest.mark.parametrize("given", ["the directory", "the checkpoint"])
+def test_a_checkpoint_is_exported(given, tmp_path):
+    with OffloadEngine(models.build(Counting), nvme_path=tmp_path, name="t", **SETTINGS) as engine:
+        train(engine, 2)
+        engine.save_checkpoint(tmp_path / "saved", "two").wait()
+        masters = {n: engine.full_fp32_param(n) for n, _ in engine.module.named_parameters()}
+        train(engine, 1)
+    source = tmp_path / "saved" / ("two" if given == "the checkpoint" else "")
+    status, output = offload("export", source, tmp_path / "out", "--dtype", "fp32")
+    assert status == 0, output
+    exported = load_file(tmp_path / "out/model.safetensors")
+    assert same(exported, masters)
+    assert exported["calls"].item() == 2
 
 
 def test_a_wrong_source_is_one_line(tmp_path):
