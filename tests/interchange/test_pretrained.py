@@ -12,6 +12,7 @@ from torch import nn
 
 from offload import OffloadEngine
 from offload.errors import ConfigError, OffloadError, StateError, StoreCorrupt, StoreError
+from offload.interchange import on_disk
 from offload.interchange.pretrained import load_pretrained
 from offload.interchange.safetensors_file import SafetensorsFile
 
@@ -115,6 +116,19 @@ def test_weights_of_the_base_model_alone_are_found_under_their_prefix(transforme
     model = load_pretrained(tmp_path, scratch=tmp_path)
     expected = values(saved)
     assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("family", HUGGING_FACE)
+def test_a_model_made_on_disk_has_the_values_of_plain_construction(
+    family, transformers, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(on_disk, "LEAST_BYTES", 1)
+    plain = make_hugging_face(transformers, family)
+    with on_disk.on_disk_init(tmp_path):
+        model = make_hugging_face(transformers, family)
+    expected = values(plain)
+    assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())
+    assert len(list(model.parameters())) == len(list(plain.parameters())), "ties"
 
 
 # --- models of one's own
