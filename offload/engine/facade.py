@@ -91,7 +91,7 @@ class OffloadEngine:
             ),
         )
         self._checkpoints = Checkpoints(self._parts)
-        self._close = weakref.finalize(self, _close, self._parts)
+        self._close = weakref.finalize(self, _close, self._parts, os.getpid())
         take_over(model, self._parts)
         self._parts.hooks.last_micro_step = config.gradient_accumulation_steps == 1
         if self.resumed:
@@ -512,8 +512,10 @@ def _no_autocast_cache() -> Iterator[None]:
         torch.set_autocast_cache_enabled(before)
 
 
-def _close(parts: Parts) -> None:
+def _close(parts: Parts, pid: int) -> None:
     """Commit what was stepped, then release in reverse order of construction."""
+    if os.getpid() != pid:  # a fork has neither the threads nor the lock
+        return
     try:
         parts.ground.ledger.finish_or_discard()
     except (OffloadError, OSError) as error:

@@ -72,7 +72,10 @@ class _Job:
 
     def __init__(self, native: Any, keep_alive: object) -> None:
         self.native = native
-        weakref.finalize(self, _free_job, native, os.getpid(), keep_alive)
+        finalizer = weakref.finalize(self, _free_job, native, os.getpid(), keep_alive)
+        # Finalizers run youngest first at exit: this one would free a step that its engine, which
+        # is older, has still to finish.  The pipeline's own waits for all that is in flight.
+        finalizer.atexit = False
 
 
 def _free_job(native: Any, pid: int, keep_alive: object) -> None:
