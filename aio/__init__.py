@@ -13,11 +13,12 @@ from aio.buffer import Buffer
 from aio.errors import IOFailed
 from aio.file import File
 from aio.probe import Probe, probe
-from aio.queue import Queue, Request
+from aio.queue import MAX_DRIVES, Queue, Request
 from aio.stats import Flow, Stats
 from aio.ticket import Ticket
 
 __all__ = [
+    "MAX_DRIVES",
     "Buffer",
     "File",
     "Flow",

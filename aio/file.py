@@ -21,8 +21,9 @@ FALLBACK_ALIGNMENT = 4096
 class File:
     """Open `path` ("r": read, "r+": read and write, "x+": create).
 
-    `size`: bytes to reserve.  `direct=False` goes through the page cache.  Raises OSError; a new
-    file that could not be reserved is removed again.
+    `size`: bytes to reserve.  `direct=False` goes through the page cache.  `drive`: whose shares of
+    a queue its transfers use (modulo the queue's `num_drives`).  Raises OSError; a new file that
+    could not be reserved is removed again.
     """
 
     def __init__(
@@ -32,6 +33,7 @@ class File:
         *,
         direct: bool = True,
         size: int | None = None,
+        drive: int = 0,
     ) -> None:
         if mode not in _FLAGS:
             raise ValueError(
@@ -48,7 +50,7 @@ class File:
             tell_once(f"no direct I/O in '{folder}': transfers there go through the page cache")
         if direct_fd >= 0:  # read-ahead would only fill the cache beside the direct transfers
             os.posix_fadvise(buffered, 0, 0, os.POSIX_FADV_RANDOM)
-        self.native: Any = ffi.new("aio_file *", [direct_fd, buffered, self.alignment, 0])
+        self.native: Any = ffi.new("aio_file *", [direct_fd, buffered, self.alignment, 0, drive])
         if size is not None:
             self._reserve_or_remove(size)
 

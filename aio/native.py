@@ -24,6 +24,7 @@ BACKENDS = {
 BACKEND_NAMES = {number: name for name, number in BACKENDS.items()}
 REAL_BACKENDS = ("uring", "libaio", "threads")  # in the order in which "auto" tries them
 BLOCK_MULTIPLE = 4096
+MAX_BLOCKS_IN_FLIGHT = 8192
 MAX_FILE_BYTES = 2**63 - 1
 
 __all__ = ["Memory", "check_range", "ffi", "lib", "memory_of", "open_queue", "strerror"]
@@ -95,7 +96,7 @@ def check_range(path: str, offset: int, num_bytes: int) -> None:
 def open_queue(backend: str, **config: int) -> tuple[Any, int]:
     """(queue, 0), or (NULL, errno)."""
     out = ffi.new("aio_queue **")
-    settings = ffi.new("aio_config *", {"backend": BACKENDS[backend], **config})
+    settings = ffi.new("aio_config *", {"backend": BACKENDS[backend], "num_drives": 1, **config})
     error = -int(lib.aio_queue_open(settings, out))
     return out[0], error
 

@@ -24,6 +24,7 @@ from aio.native import (
     BACKEND_NAMES,
     BACKENDS,
     BLOCK_MULTIPLE,
+    MAX_BLOCKS_IN_FLIGHT,
     check_range,
     ffi,
     lib,
@@ -53,11 +54,15 @@ class Request:
     deadline: int = 0
 
 
+MAX_DRIVES = int(lib.AIO_MAX_DRIVES)
+
+
 class Queue:
     """A queue and its thread.  `backend`: "auto", "uring", "libaio" or "threads".
 
-    `read_depth` and `write_depth` are blocks of `block_bytes` in flight, reads and writes apart.
-    Raises OSError where the backend does not work here.
+    `read_depth` and `write_depth` are blocks of `block_bytes` in flight on each drive, reads and
+    writes apart; a file names its drive (`File(..., drive=1)`), and a slow drive never holds up
+    another.  Raises OSError where the backend does not work here.
     """
 
     def __init__(
@@ -67,16 +72,17 @@ class Queue:
         block_bytes: int = 1 << 20,
         read_depth: int = 8,
         write_depth: int = 8,
+        num_drives: int = 1,
         keep_stats: bool = False,
     ) -> None:
-        _check_config(backend, block_bytes, read_depth, write_depth)
-        native, error = open_queue(
-            backend,
-            block_bytes=block_bytes,
-            read_depth=read_depth,
-            write_depth=write_depth,
-            keep_stats=keep_stats,
-        )
+        config = {
+            "block_bytes": block_bytes,
+            "read_depth": read_depth,
+            "write_depth": write_depth,
+            "num_drives": num_drives,
+        }
+        _check_config(backend, **config)
+        native, error = open_queue(backend, **config, keep_stats=keep_stats)
         if error:
             raise OSError(
                 error,
@@ -88,6 +94,7 @@ class Queue:
         self._lock = threading.Lock()  # guards that `_native` is open while C uses it
         self._dropped: list[tuple[Any, object]] = []  # transfers whose tickets are gone
         self.backend = BACKEND_NAMES[lib.aio_queue_backend(native)]
+        self.num_drives = num_drives
         self._finalizer = weakref.finalize(self, _close, native, self._pid)  # also at exit
         _LIVE.add(self)
         if backend == "auto" and self.backend != "uring":
@@ -264,7 +271,9 @@ def _memory(request: Request) -> Any:
     return memory
 
 
-def _check_config(backend: str, block_bytes: int, read_depth: int, write_depth: int) -> None:
+def _check_config(
+    backend: str, *, block_bytes: int, read_depth: int, write_depth: int, num_drives: int
+) -> None:
     if backend not in BACKENDS:
         names = ", ".join(repr(name) for name in BACKENDS if name != "faults")
         raise ValueError(
@@ -279,4 +288,14 @@ def _check_config(backend: str, block_bytes: int, read_depth: int, write_depth: 
         raise ValueError(
             f"read_depth, write_depth: expected 1 to 4096 blocks, got {read_depth} and "
             f"{write_depth}. 8 is good."
+        )
+    if not 1 <= num_drives <= MAX_DRIVES:
+        raise ValueError(
+            f"num_drives: expected 1 to {MAX_DRIVES}, got {num_drives}. "
+            "Give several paths the same drive."
+        )
+    if (read_depth + write_depth) * num_drives > MAX_BLOCKS_IN_FLIGHT:
+        raise ValueError(
+            f"(read_depth + write_depth) * num_drives: expected at most {MAX_BLOCKS_IN_FLIGHT} "
+            f"blocks in flight, got {(read_depth + write_depth) * num_drives}. 8 is a good depth."
         )

@@ -1,10 +1,10 @@
 /* Asynchronous direct I/O over io_uring, libaio or threads.
  *
- * One queue has one thread.  aio_submit() puts whole transfers into two heaps (reads, writes), ordered
+ * One queue has one thread.  aio_submit() puts whole transfers into two heaps a drive (reads, writes), ordered
  * by deadline, then by submission; the queue thread cuts them into blocks, keeps `read_depth` and
- * `write_depth` blocks in flight, re-queues the rest of a short transfer, retries EINTR and EAGAIN,
+ * `write_depth` blocks in flight on each drive, re-queues the rest of a short transfer, retries EINTR and EAGAIN,
  * and completes the ticket when the last block is done.  A more urgent transfer waits for at most
- * the blocks already in flight.
+ * the blocks already in flight on its drive.
  *
  * Every function returns 0 or a count, or -errno.  Nothing prints, nothing exits.
  * Any thread may call anything at any time, with two exceptions: aio_queue_close() ends the right to use the queue
@@ -27,18 +27,22 @@ typedef struct aio_file {
     int buffered_fd;
     uint32_t alignment;
     uint32_t in_flight; /* blocks that use a descriptor now: the queue counts, aio_file_close() waits; start with 0 */
+    uint32_t drive;     /* whose shares its blocks use, modulo the queue's num_drives */
 } aio_file;
 
 typedef struct aio_queue aio_queue;
 typedef struct aio_ticket aio_ticket;
 
+#define AIO_MAX_DRIVES 16u
+
 typedef struct aio_config {
     int backend;          /* enum aio_backend_id; AIO_AUTO probes in the order of the enum */
     uint32_t block_bytes; /* multiple of 4096 */
-    uint32_t read_depth;  /* blocks in flight, >= 1 */
+    uint32_t read_depth;  /* blocks in flight on each drive, >= 1 */
     uint32_t write_depth;
-    uint32_t num_threads; /* of the threads backend; 0: read_depth + write_depth, at most 16 */
+    uint32_t num_threads; /* of the threads backend; 0: as many as blocks in flight, at most 16 */
     uint32_t keep_stats;  /* 0: aio_queue_stats() tells bytes and counts only */
+    uint32_t num_drives;  /* 1 to AIO_MAX_DRIVES: a slow one never holds up another */
 } aio_config;
 
 /* Called on the queue thread when a transfer has ended.  May submit; must not block or wait.

@@ -13,18 +13,33 @@ static const aio_backend *const BACKENDS[] = {&aio_uring, &aio_libaio, &aio_thre
 
 static int open_backend(aio_queue *queue)
 {
-    uint32_t max_blocks = queue->config.read_depth + queue->config.write_depth;
     int error = -EINVAL;
     for (size_t i = 0; i < NUM_BACKENDS; i++) {
         bool wanted = queue->config.backend == BACKENDS[i]->id;
         if (!wanted && (queue->config.backend != AIO_AUTO || BACKENDS[i]->id == AIO_FAULTS))
             continue;
         queue->backend = BACKENDS[i];
-        error = BACKENDS[i]->open(max_blocks, queue->config.num_threads, &queue->state);
+        error = BACKENDS[i]->open(queue->num_blocks, queue->config.num_threads, &queue->state);
         if (!error)
             break;
     }
     return error;
+}
+
+static bool idle(const aio_queue *queue)
+{
+    for (uint32_t lane = 0; lane < aio_num_lanes(queue); lane++)
+        if (queue->in_flight[lane])
+            return false;
+    return true;
+}
+
+static bool waiting(const aio_queue *queue)
+{
+    for (uint32_t lane = 0; lane < aio_num_lanes(queue); lane++)
+        if (queue->waiting[lane].count)
+            return true;
+    return false;
 }
 
 /* Do what aio_register() waits for, with the lock held. */
@@ -35,7 +50,7 @@ static void do_registration(aio_queue *queue)
         return;
     if (queue->broken)
         wanted->result = -queue->broken;
-    else if (queue->in_flight[AIO_READ] || queue->in_flight[AIO_WRITE])
+    else if (!idle(queue))
         wanted->result = -EBUSY;
     else if (queue->backend->register_buffer)
         wanted->result = queue->backend->register_buffer(queue->state, wanted->base, wanted->bytes);
@@ -92,8 +107,7 @@ static void turn(aio_queue *queue)
 
 static bool over(const aio_queue *queue)
 {
-    return queue->closing && !queue->ended_first && !queue->registration && !queue->in_flight[AIO_READ] &&
-           !queue->in_flight[AIO_WRITE] && !queue->waiting[AIO_READ].count && !queue->waiting[AIO_WRITE].count;
+    return queue->closing && !queue->ended_first && !queue->registration && idle(queue) && !waiting(queue);
 }
 
 static void *run(void *arg)
@@ -136,21 +150,20 @@ static int start_thread(aio_queue *queue)
 
 static aio_queue *allocate(const aio_config *config)
 {
-    uint32_t max_blocks = config->read_depth + config->write_depth;
     aio_queue *queue = calloc(1, sizeof *queue);
     if (!queue)
         return NULL;
     queue->config = *config;
+    queue->num_blocks = (config->read_depth + config->write_depth) * config->num_drives;
     pthread_mutex_init(&queue->lock, NULL);
     pthread_cond_init(&queue->changed, NULL);
-    queue->blocks = calloc(max_blocks, sizeof *queue->blocks);
-    queue->completed = calloc(max_blocks, sizeof *queue->completed);
-    if (!queue->blocks || !queue->completed || aio_tickets_reserve(queue, 1) ||
-        aio_heap_reserve(&queue->waiting[AIO_READ], 1) || aio_heap_reserve(&queue->waiting[AIO_WRITE], 1)) {
+    queue->blocks = calloc(queue->num_blocks, sizeof *queue->blocks);
+    queue->completed = calloc(queue->num_blocks, sizeof *queue->completed);
+    if (!queue->blocks || !queue->completed || aio_tickets_reserve(queue, 1)) {
         aio_queue_free(queue);
         return NULL;
     }
-    for (uint32_t i = max_blocks; i-- > 0;) {
+    for (uint32_t i = queue->num_blocks; i-- > 0;) {
         queue->blocks[i].index = i;
         queue->blocks[i].next = queue->free_blocks;
         queue->free_blocks = &queue->blocks[i];
@@ -162,7 +175,9 @@ static aio_queue *allocate(const aio_config *config)
 static bool sane(const aio_config *config)
 {
     return config->block_bytes && config->block_bytes % 4096 == 0 && config->block_bytes <= MAX_BLOCK &&
-           config->read_depth && config->write_depth && config->read_depth <= MAX_DEPTH && config->write_depth <= MAX_DEPTH;
+           config->read_depth && config->write_depth && config->num_drives && config->num_drives <= AIO_MAX_DRIVES &&
+           config->read_depth <= MAX_DEPTH && config->write_depth <= MAX_DEPTH &&
+           (config->read_depth + config->write_depth) * config->num_drives <= 2 * MAX_DEPTH;
 }
 
 int aio_queue_open(const aio_config *config, aio_queue **out)

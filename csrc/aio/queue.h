@@ -1,8 +1,8 @@
 /* Inside of the queue: who holds a transfer, and what the lock guards.
  *
- *   aio_submit --> waiting[op] (heap) --cut--> blocks in flight --settle--> ended (list) --deliver--> ticket
+ *   aio_submit --> waiting[lane] (heap) --cut--> blocks in flight --settle--> ended (list) --deliver--> ticket
  *
- * A transfer is in its heap while bytes are left to hand out, and has `in_flight` blocks out at the same time.  It ends when
+ * A lane is a drive x direction, with a share of its own.  A transfer is in its heap while bytes are left to hand out, and has `in_flight` blocks out at the same time.  It ends when
  * it is in no heap and has no block out; then it goes to `ended` once, and the queue thread delivers it.
  */
 #ifndef OFFLOAD_AIO_QUEUE_H
@@ -15,6 +15,7 @@
 #include "backend.h"
 
 #define AIO_NOT_WAITING UINT32_MAX
+#define AIO_MAX_LANES (2 * AIO_MAX_DRIVES)
 
 enum aio_ticket_state { AIO_PENDING = 0, AIO_WAITED_FOR = 1, AIO_ENDED = 2 };
 
@@ -50,13 +51,14 @@ struct aio_queue {
     const aio_backend *backend;
     void *state; /* the backend's */
     pthread_t thread;
-    aio_block *blocks;         /* read_depth + write_depth */
+    uint32_t num_blocks;       /* (read_depth + write_depth) * num_drives */
+    aio_block *blocks;
     aio_completion *completed; /* as many; the queue thread's */
 
     pthread_mutex_t lock; /* guards all that follows; never held in a callback, a wait or a transfer */
     pthread_cond_t changed;
-    aio_heap waiting[2];
-    uint32_t in_flight[2];
+    aio_heap waiting[AIO_MAX_LANES];
+    uint32_t in_flight[AIO_MAX_LANES];
     aio_block *free_blocks;
     aio_block *again; /* in flight, to be staged once more: the rest of a short transfer, EINTR, EAGAIN */
     aio_ticket *ended_first, *ended_last;
@@ -70,6 +72,16 @@ struct aio_queue {
     aio_stats stats;
     uint64_t stats_ns; /* when the depth last changed */
 };
+
+static inline uint32_t aio_num_lanes(const aio_queue *queue) { return 2 * queue->config.num_drives; }
+static inline uint32_t aio_lane_of(const aio_queue *queue, const aio_request *request)
+{
+    return 2 * (request->file->drive % queue->config.num_drives) + (uint32_t)request->op;
+}
+static inline bool aio_has_share(const aio_queue *queue, uint32_t lane)
+{
+    return queue->in_flight[lane] < (lane % 2 == AIO_READ ? queue->config.read_depth : queue->config.write_depth);
+}
 
 /* heap.c */
 int aio_heap_reserve(aio_heap *heap, uint32_t more);

@@ -9,9 +9,12 @@ void aio_stats_depth(aio_queue *queue)
     if (!queue->config.keep_stats)
         return;
     uint64_t now = aio_now_ns(), lasted = now - queue->stats_ns;
+    uint32_t depth[2] = {0};
+    for (uint32_t lane = 0; lane < aio_num_lanes(queue); lane++)
+        depth[lane % 2] += queue->in_flight[lane];
     for (int op = AIO_READ; op <= AIO_WRITE; op++) {
-        queue->stats.busy_ns[op] += queue->in_flight[op] ? lasted : 0;
-        queue->stats.depth_ns[op] += lasted * queue->in_flight[op];
+        queue->stats.busy_ns[op] += depth[op] ? lasted : 0;
+        queue->stats.depth_ns[op] += lasted * depth[op];
     }
     queue->stats_ns = now;
 }

@@ -79,7 +79,7 @@ void aio_ticket_stop(aio_queue *queue, aio_ticket *ticket, int error, uint64_t o
     }
     if (ticket->position == AIO_NOT_WAITING)
         return;
-    aio_heap_remove(&queue->waiting[ticket->request.op], ticket);
+    aio_heap_remove(&queue->waiting[aio_lane_of(queue, &ticket->request)], ticket);
     if (!ticket->in_flight)
         aio_ticket_end(queue, ticket);
 }
@@ -109,7 +109,7 @@ static aio_ticket *enqueue(aio_queue *queue, const aio_request *request, uint32_
     ticket->sequence = queue->sequence++;
     atomic_store_explicit(&ticket->references, references, memory_order_relaxed);
     if (request->bytes)
-        aio_heap_push(&queue->waiting[request->op], ticket);
+        aio_heap_push(&queue->waiting[aio_lane_of(queue, request)], ticket);
     else
         aio_ticket_end(queue, ticket);
     return ticket;
@@ -117,13 +117,15 @@ static aio_ticket *enqueue(aio_queue *queue, const aio_request *request, uint32_
 
 static int reserve(aio_queue *queue, const aio_request *requests, uint32_t count)
 {
-    uint32_t writes = 0;
+    uint32_t more[AIO_MAX_LANES] = {0};
     for (uint32_t i = 0; i < count; i++)
-        writes += requests[i].op == AIO_WRITE;
-    int error = aio_heap_reserve(&queue->waiting[AIO_READ], count - writes);
-    if (!error)
-        error = aio_heap_reserve(&queue->waiting[AIO_WRITE], writes);
-    return error ? error : aio_tickets_reserve(queue, count);
+        more[aio_lane_of(queue, &requests[i])]++;
+    for (uint32_t lane = 0; lane < aio_num_lanes(queue); lane++) {
+        int error = more[lane] ? aio_heap_reserve(&queue->waiting[lane], more[lane]) : 0;
+        if (error)
+            return error;
+    }
+    return aio_tickets_reserve(queue, count);
 }
 
 int aio_submit(aio_queue *queue, const aio_request *requests, uint32_t count, aio_ticket **tickets)
@@ -136,9 +138,7 @@ int aio_submit(aio_queue *queue, const aio_request *requests, uint32_t count, ai
     bool startable = queue->ended_first || queue->broken;
     for (uint32_t i = 0; i < count && !error; i++) {
         aio_ticket *ticket = enqueue(queue, &requests[i], tickets ? 2 : 1);
-        int op = requests[i].op;
-        startable |= !requests[i].bytes;
-        startable |= queue->in_flight[op] < (op == AIO_READ ? queue->config.read_depth : queue->config.write_depth);
+        startable |= !requests[i].bytes || aio_has_share(queue, aio_lane_of(queue, &requests[i]));
         if (tickets)
             tickets[i] = ticket;
     }
@@ -215,8 +215,8 @@ void aio_queue_free(aio_queue *queue)
         queue->slabs = slab->next;
         free(slab);
     }
-    free(queue->waiting[AIO_READ].items);
-    free(queue->waiting[AIO_WRITE].items);
+    for (uint32_t lane = 0; lane < AIO_MAX_LANES; lane++)
+        free(queue->waiting[lane].items);
     free(queue->blocks);
     free(queue->completed);
     pthread_cond_destroy(&queue->changed);

@@ -13,9 +13,9 @@ static void count_use(const aio_file *file, uint32_t change)
     __atomic_fetch_add((uint32_t *)&file->in_flight, change, __ATOMIC_SEQ_CST);
 }
 
-static aio_block *take_block(aio_queue *queue, aio_heap *heap)
+static aio_block *take_block(aio_queue *queue, uint32_t lane)
 {
-    aio_ticket *ticket = heap->items[0];
+    aio_ticket *ticket = queue->waiting[lane].items[0];
     aio_block *block = queue->free_blocks;
     queue->free_blocks = block->next;
     block->ticket = ticket;
@@ -25,21 +25,20 @@ static aio_block *take_block(aio_queue *queue, aio_heap *heap)
     aio_cut(ticket, queue->config.block_bytes, block);
     ticket->next += block->bytes;
     ticket->in_flight++;
-    queue->in_flight[block->op]++;
+    queue->in_flight[lane]++;
     if (ticket->next == ticket->request.bytes)
-        aio_heap_remove(heap, ticket);
+        aio_heap_remove(&queue->waiting[lane], ticket);
     return block;
 }
 
-/* The blocks to stage now: those to be tried again, then the most urgent of each direction up to its share. */
+/* The blocks to stage now: those to be tried again, then the most urgent of each lane up to its share. */
 aio_block *aio_take_blocks(aio_queue *queue)
 {
-    const uint32_t depth[2] = {queue->config.read_depth, queue->config.write_depth};
     aio_block *first = NULL, **end = &first;
     aio_stats_depth(queue);
-    for (int op = AIO_READ; op <= AIO_WRITE; op++) {
-        while (queue->waiting[op].count && queue->in_flight[op] < depth[op]) {
-            aio_block *block = take_block(queue, &queue->waiting[op]);
+    for (uint32_t lane = 0; lane < aio_num_lanes(queue); lane++) {
+        while (queue->waiting[lane].count && aio_has_share(queue, lane)) {
+            aio_block *block = take_block(queue, lane);
             *end = block;
             end = &block->next;
         }
@@ -62,7 +61,7 @@ static void finish(aio_queue *queue, aio_block *block)
     count_use(ticket->request.file, UINT32_MAX); /* minus one */
     aio_stats_block(queue, block);
     aio_stats_depth(queue);
-    queue->in_flight[block->op]--;
+    queue->in_flight[aio_lane_of(queue, &ticket->request)]--;
     block->ticket = NULL;
     block->next = queue->free_blocks;
     queue->free_blocks = block;
@@ -106,9 +105,9 @@ void aio_settle(aio_queue *queue, aio_block *block, int64_t result)
 /* Nothing more is handed out: every waiting transfer ends with `error`. */
 void aio_stop_waiting(aio_queue *queue, int error)
 {
-    for (int op = AIO_READ; op <= AIO_WRITE; op++)
-        while (queue->waiting[op].count) {
-            aio_ticket *ticket = queue->waiting[op].items[0];
+    for (uint32_t lane = 0; lane < aio_num_lanes(queue); lane++)
+        while (queue->waiting[lane].count) {
+            aio_ticket *ticket = queue->waiting[lane].items[0];
             aio_ticket_stop(queue, ticket, error, ticket->request.offset + ticket->next);
         }
 }
@@ -118,7 +117,7 @@ void aio_break(aio_queue *queue, int error)
 {
     queue->broken = error;
     queue->again = NULL;
-    for (uint32_t i = 0; i < queue->config.read_depth + queue->config.write_depth; i++)
+    for (uint32_t i = 0; i < queue->num_blocks; i++)
         if (queue->blocks[i].ticket)
             aio_settle(queue, &queue->blocks[i], -error);
 }

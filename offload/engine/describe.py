@@ -35,7 +35,7 @@ def describe(parts: Parts) -> str:
         f" {_largest(units)};"
         f" {small.num_tensor_elems if small else 0:,} elements of small tensors stay",
         f"engine    {parts.ground.queue.backend}, blocks of {drives.block_bytes >> 10} KiB,"
-        f" {drives.read_depth} + {drives.write_depth} in flight ({drives.source});"
+        f" {drives.read_depth} + {drives.write_depth} in flight a drive ({drives.source});"
         f" kernels {kernels.variant()}, {blueprint.num_threads} threads",
     ]
     lines += [f"left      {reason}" for reason in blueprint.found.left_alone]

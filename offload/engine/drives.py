@@ -12,7 +12,7 @@ from offload.errors import ConfigError
 from offload.profile import Profile, choose
 
 BLOCK_BYTES = 1 << 20
-READ_DEPTH = WRITE_DEPTH = 8  # blocks in flight, for each drive
+READ_DEPTH = WRITE_DEPTH = 8
 _LOG = logging.getLogger(__name__)
 
 
@@ -22,7 +22,8 @@ class Drives:
 
     backend: str
     block_bytes: int
-    read_depth: int
+    num_drives: int  # each has its own share of the queue
+    read_depth: int  # blocks in flight on each drive
     write_depth: int
     rates: tuple[float, ...] | None  # one for each path; None: not all are known
     source: str  # where these numbers are from
@@ -35,8 +36,8 @@ def plan_drives(config: EngineConfig) -> Drives:
     known = [profile for profile in profiles if profile is not None]
     if not known:
         return Drives(
-            config.aio_backend, BLOCK_BYTES, READ_DEPTH * len(profiles),
-            WRITE_DEPTH * len(profiles), None, "defaults: no profile",
+            config.aio_backend, BLOCK_BYTES, _num_drives(profiles), READ_DEPTH, WRITE_DEPTH, None,
+            "defaults: no profile",
         )  # fmt: skip
     if len(known) < len(profiles):
         _LOG.info("some paths have no profile: bytes are spread evenly. Run offload-bench io.")
@@ -47,12 +48,17 @@ def plan_drives(config: EngineConfig) -> Drives:
     return Drives(
         backend,
         max(profile.block_bytes for profile in known),
-        sum(profile.read_depth if profile else READ_DEPTH for profile in profiles),
-        sum(profile.write_depth if profile else WRITE_DEPTH for profile in profiles),
+        _num_drives(profiles),
+        max(profile.read_depth for profile in known),
+        max(profile.write_depth for profile in known),
         _rates(profiles),
         "profile of " + ", ".join(f"{profile.path}, {profile.date[:10]}" for profile in known),
         fallback,
     )
+
+
+def _num_drives(profiles: Sequence[Profile | None]) -> int:
+    return min(len(profiles), aio.MAX_DRIVES)
 
 
 def _rates(profiles: Sequence[Profile | None]) -> tuple[float, ...] | None:
@@ -78,5 +84,5 @@ def open_queue(drives: Drives) -> aio.Queue:
 def _open(drives: Drives, backend: str) -> aio.Queue:
     return aio.Queue(
         backend, block_bytes=drives.block_bytes, read_depth=drives.read_depth,
-        write_depth=drives.write_depth,
+        write_depth=drives.write_depth, num_drives=drives.num_drives,
     )  # fmt: skip

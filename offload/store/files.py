@@ -58,7 +58,9 @@ class DataFiles:
                     continue
                 elif kept is not None and not self._is_whole(layout, side):
                     self.put_new(layout.unit, side, constants_of=kept)
-                self._files[layout.unit, side] = aio.File(path, "r" if self._read_only else "r+")
+                self._files[layout.unit, side] = aio.File(
+                    path, "r" if self._read_only else "r+", drive=layout.path
+                )
 
     def _is_whole(self, layout: FileLayout, side: int) -> bool:
         try:
@@ -93,7 +95,7 @@ class DataFiles:
         old = self._files.pop((unit, side), None)
         if old is not None:
             old.close()
-            self._files[unit, side] = aio.File(path, "r+")
+            self._files[unit, side] = aio.File(path, "r+", drive=self.layout(unit).path)
 
     def copy_constants(self, unit: str, *, source: int, target: int) -> None:
         """Bring what no step writes from one side to the other."""
@@ -138,7 +140,7 @@ class DataFiles:
             raise
         finally:
             os.close(fd)
-        self._scratch[name] = aio.File(full, "r+")
+        self._scratch[name] = aio.File(full, "r+", drive=path)
         return self._scratch[name]
 
     @property

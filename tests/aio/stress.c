@@ -18,7 +18,7 @@
 #define CHECK(condition) ((condition) ? (void)0 : abort())
 
 static aio_queue *queue;
-static aio_file file = {-1, -1, 512, 0};
+static aio_file file = {-1, -1, 512, 0, 0};
 
 typedef struct chain {
     _Atomic int left;
@@ -74,7 +74,7 @@ static void *work(void *arg)
 int main(int count, char **args)
 {
     CHECK(count == 3);
-    aio_config config = {atoi(args[1]), 4096, 3, 3, 0, 1};
+    aio_config config = {atoi(args[1]), 4096, 3, 3, 0, 1, 1};
     CHECK(!aio_queue_open(&config, &queue));
     file.buffered_fd = open(args[2], O_RDWR | O_CREAT | O_TRUNC, 0600);
     file.direct_fd = open(args[2], O_RDWR | O_DIRECT);

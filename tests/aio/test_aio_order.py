@@ -94,6 +94,33 @@ def test_a_full_share_of_writes_does_not_hold_up_a_read(
     write.wait()
 
 
+def test_a_slow_drive_does_not_hold_up_another(tmp_path: Path) -> None:
+    with (
+        aio.Queue(
+            "faults", block_bytes=BLOCK, read_depth=DEPTH, write_depth=DEPTH, num_drives=2
+        ) as queue,
+        aio.File(tmp_path / "slow", "x+", drive=0) as slow,
+        aio.File(tmp_path / "fast", "x+", drive=1) as fast,
+    ):
+        faults = Faults(queue)
+        faults.skip_io()
+        faults.allow(0)
+        first = queue.read(slow, (ANYWHERE, GIB), 0, deadline=1)
+        faults.wait_submitted(DEPTH)
+        second = queue.read(fast, (ANYWHERE, GIB), GIB, deadline=2)
+        faults.wait_submitted(2 * DEPTH)  # although no read of the slow drive has ended
+        assert {block.offset // GIB for block in faults.log()[DEPTH:]} == {1}
+        faults.allow()
+        first.wait()
+        second.wait()
+
+
+def test_a_queue_of_one_drive_takes_the_files_of_any(tmp_path: Path) -> None:
+    with aio.Queue() as queue, aio.File(tmp_path / "file", "x+", drive=7) as file:
+        queue.write(file, b"x" * BLOCK, 0).wait()
+        assert file.size == BLOCK
+
+
 def test_never_more_than_the_depth_is_in_flight(
     queue: aio.Queue, faults: Faults, file: aio.File
 ) -> None:

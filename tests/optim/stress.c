@@ -225,7 +225,7 @@ int main(int argc, char **argv)
     if (argc != 4)
         return 2;
     rounds = atoi(argv[2]);
-    aio_config config = {.backend = atoi(argv[3]), .block_bytes = 4096, .read_depth = 4, .write_depth = 4};
+    aio_config config = {.backend = atoi(argv[3]), .block_bytes = 4096, .read_depth = 4, .write_depth = 4, .num_drives = 1};
     aio_queue *queue;
     void *slots;
     file = (aio_file){.direct_fd = -1, .alignment = 4096};
