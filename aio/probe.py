@@ -25,6 +25,7 @@ class Probe:
     path_error: str | None  # why nothing could be tried on `path`
     memlock_bytes: int | None  # what an ordinary user may lock; None: unlimited
     registration: str | None  # why a 2 MiB buffer cannot be registered; None: it can
+    file_registration: str | None  # the same for files
     huge_pages: Pages  # what a 2 MiB buffer gets
 
     @property
@@ -41,7 +42,7 @@ def probe(path: str | os.PathLike[str] | None = None) -> Probe:
     )
     with Buffer(TRIED_BYTES) as buffer:
         pages = buffer.huge
-        registration = _try_registration(buffer)
+        registration, file_registration = _try_registration(buffer)
     return Probe(
         backends={name: _try_backend(name) for name in REAL_BACKENDS},
         path=None if path is None else os.fspath(path),
@@ -50,6 +51,7 @@ def probe(path: str | os.PathLike[str] | None = None) -> Probe:
         path_error=path_error,
         memlock_bytes=None if limit == resource.RLIM_INFINITY else limit,
         registration=registration,
+        file_registration=file_registration,
         huge_pages=pages,
     )
 
@@ -62,14 +64,17 @@ def _try_backend(name: str) -> str | None:
     return None
 
 
-def _try_registration(buffer: Buffer) -> str | None:
+def _try_registration(buffer: Buffer) -> tuple[str | None, str | None]:
+    """Why neither a buffer nor files can be registered."""
     queue, error = open_queue("uring", block_bytes=4096, read_depth=1, write_depth=1)
     if error:
-        return f"needs io_uring, got {strerror(error)}"
+        why = f"needs io_uring, got {strerror(error)}"
+        return why, why
     memory = memory_of(buffer.view, writable=True)
     error = -lib.aio_register(queue, memory.address, memory.num_bytes)
+    files_error = -lib.aio_queue_registers_files(queue)
     lib.aio_queue_close(queue)
-    return strerror(error) if error else None
+    return strerror(error) if error else None, strerror(files_error) if files_error else None
 
 
 def _try_path(path: str) -> tuple[bool | None, int | None, str | None]:

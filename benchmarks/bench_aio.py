@@ -20,7 +20,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -28,7 +28,7 @@ from typing import Any
 import click
 import numpy as np
 from aio_fio import FioSetting, Timing, huge_pages, run_fio
-from meters import describe_machine, hardware_slug
+from meters import describe_machine, hardware_slug, told_settings
 from throttle import HeldDisk
 
 import aio
@@ -326,8 +326,8 @@ def run(settings: Settings) -> dict[str, Any]:
     for what, microseconds in costs.items():
         click.echo(f"     the queue's own cost of {what}: {microseconds:.2f} us of CPU")
     return {
-        "machine": describe_machine(), **facts, "settings": asdict(settings),
-        "command": sys.argv, "rows": list(rows.values()), "targets": met, "ceiling_us": costs,
+        "machine": describe_machine(), **facts, "settings": told_settings(settings),
+        "rows": list(rows.values()), "targets": met, "ceiling_us": costs,
     }  # fmt: skip
 
 

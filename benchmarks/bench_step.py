@@ -21,7 +21,7 @@ from typing import Any
 
 import click
 import step_table
-from meters import describe_machine, hardware_slug, num_cpus
+from meters import describe_machine, hardware_slug, num_cpus, told_settings
 from step_model import Shape, faster_products
 from step_run import DISK_ENGINES, Launcher, Run
 from throttle import ThrottleUnavailable
@@ -143,9 +143,7 @@ def run_rounds(settings: Settings, shape: Shape) -> list[Run]:
 
 def told_facts(settings: Settings, shape: Shape, runs: list[Run]) -> dict[str, Any]:
     """What a reader needs to repeat the run; paths of this machine are left out."""
-    options = {**asdict(settings), "products": shape.products}
-    for hidden in ("peer_python", "peer_extensions", "folder", "as_json", "save", "theme"):
-        del options[hidden]
+    options = {**told_settings(settings), "products": shape.products}
     versions = {
         run.engine: run.events["imported"]["version"] for run in runs if "imported" in run.events
     }

@@ -18,7 +18,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from statistics import median
@@ -26,7 +26,7 @@ from typing import Any
 
 import click
 import torch
-from meters import describe_machine, hardware_slug, num_cpus
+from meters import describe_machine, hardware_slug, num_cpus, told_settings
 from update_streams import Streams, Timing, torch_jobs
 
 from offload import kernels
@@ -180,10 +180,9 @@ def run(settings: Settings) -> dict[str, Any]:
     facts: dict[str, Any] = {
         "machine": describe_machine(),
         "torch": torch.__version__,
-        "command": sys.argv,
     }
     facts["load_before_and_after"] = [load, os.getloadavg()]
-    return {**facts, "settings": asdict(settings), "tables": tables}
+    return {**facts, "settings": told_settings(settings), "tables": tables}
 
 
 @click.command(help=__doc__, context_settings={"show_default": True})

@@ -11,8 +11,9 @@ import platform
 import re
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
@@ -108,6 +109,14 @@ def hardware_slug() -> str:
     best = next((name for name in sets if f" {name} " in flags), "")
     parts = [*words[:2], f"{num_cpus()}cpu", best.replace("_", "")]
     return "-".join(part for part in parts if part)
+
+
+PRIVATE_SETTINGS = ("peer_python", "peer_extensions", "folder", "as_json", "save", "theme")
+
+
+def told_settings(settings: Any) -> dict[str, Any]:
+    """What a result file keeps of a dataclass of settings: nothing about where things lie."""
+    return {key: value for key, value in asdict(settings).items() if key not in PRIVATE_SETTINGS}
 
 
 def describe_machine() -> dict[str, str | int]:

@@ -71,7 +71,7 @@ typedef struct aio_result {
  * -EOPNOTSUPP: no direct I/O here. */
 int aio_direct_alignment(int fd, uint32_t *alignment);
 /* Close both descriptors.  Blocks in flight end first (their descriptor's number must not be given to another file);
- * what is not yet submitted fails with EBADF.  Twice is allowed. */
+ * what is not yet submitted fails with EBADF.  Twice is allowed.  Not from a `done` callback. */
 void aio_file_close(aio_file *file);
 
 /* Zeroed, touched memory for I/O: hugetlb pages if enough are free, else 2 MiB aligned and advised to be huge.
@@ -99,6 +99,9 @@ void aio_queue_forget(aio_queue *queue);
 /* Requests whose block lies inside a registered region use fixed buffers (io_uring; other backends accept and ignore).
  * While nothing is queued (-EBUSY).  -ENOMEM, -EPERM ... where memory may not be locked: everything works without. */
 int aio_register(aio_queue *queue, void *base, size_t bytes);
+
+/* Whether descriptors are registered too, each with its first block: 0, or why not: -EOPNOTSUPP (another backend), -EMFILE ... */
+int aio_queue_registers_files(aio_queue *queue);
 
 /* Queue `count` transfers, all or none (-EINVAL, -ENOMEM, -ESHUTDOWN: closing).  tickets[i] (one reference each, released by aio_release) may be NULL as a whole
  * when completion is told through `done`. */

@@ -41,6 +41,8 @@ typedef struct aio_backend {
     int (*wait)(void *state, aio_completion *done);
     void (*wake)(void *state);                                       /* any thread */
     int (*register_buffer)(void *state, void *base, size_t bytes);   /* may be NULL; nothing is in flight */
+    int (*files)(void *state);                                       /* may be NULL; 0: registers them, or why not: -errno */
+    void (*forget_files)(void *state, const int fds[2]);             /* may be NULL; nothing of theirs is in flight */
     void (*forget)(void *state);                                     /* may be NULL; in a child after fork */
     void (*close)(void *state);                                      /* nothing is in flight */
 } aio_backend;

@@ -6,7 +6,7 @@
 #include <time.h>
 #include <unistd.h>
 
-#include "aio.h"
+#include "queue.h"
 
 /* struct statx of the kernel's interface, as far as it matters here; headers of old build machines lack the last fields. */
 #define STATX_DIOALIGN_BIT 0x2000u
@@ -41,6 +41,8 @@ void aio_file_close(aio_file *file)
     int buffered = __atomic_exchange_n(&file->buffered_fd, -1, __ATOMIC_SEQ_CST);
     while (__atomic_load_n(&file->in_flight, __ATOMIC_SEQ_CST))
         nanosleep(&moment, NULL);
+    if (direct >= 0 || buffered >= 0)
+        aio_queues_forget_files((int[]){direct, buffered});
     if (direct >= 0)
         close(direct);
     if (buffered >= 0)

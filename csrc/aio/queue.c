@@ -42,20 +42,22 @@ static bool waiting(const aio_queue *queue)
     return false;
 }
 
-/* Do what aio_register() waits for, with the lock held. */
-static void do_registration(aio_queue *queue)
+/* Do what aio_queue_do() waits for, with the lock held. */
+static void do_chore(aio_queue *queue)
 {
-    aio_registration *wanted = queue->registration;
+    aio_chore *wanted = queue->chore;
     if (!wanted)
         return;
     if (queue->broken)
         wanted->result = -queue->broken;
+    else if (!wanted->base)
+        queue->backend->forget_files(queue->state, wanted->fds);
     else if (!idle(queue))
         wanted->result = -EBUSY;
     else if (queue->backend->register_buffer)
         wanted->result = queue->backend->register_buffer(queue->state, wanted->base, wanted->bytes);
     wanted->done = true;
-    queue->registration = NULL;
+    queue->chore = NULL;
     pthread_cond_broadcast(&queue->changed);
 }
 
@@ -81,7 +83,7 @@ static void do_io(aio_queue *queue, aio_block *staged, bool nap)
 /* With the lock held, which it gives up while it sleeps or works. */
 static void turn(aio_queue *queue)
 {
-    do_registration(queue);
+    do_chore(queue);
     if (queue->closing || queue->broken)
         aio_stop_waiting(queue, queue->broken ? queue->broken : ECANCELED);
     if (queue->ended_first) {
@@ -107,7 +109,7 @@ static void turn(aio_queue *queue)
 
 static bool over(const aio_queue *queue)
 {
-    return queue->closing && !queue->ended_first && !queue->registration && idle(queue) && !waiting(queue);
+    return queue->closing && !queue->ended_first && !queue->chore && idle(queue) && !waiting(queue);
 }
 
 static void *run(void *arg)
@@ -189,15 +191,18 @@ int aio_queue_open(const aio_config *config, aio_queue **out)
     if (!queue)
         return -ENOMEM;
     int error = start_thread(queue);
-    if (error)
+    if (error) {
         aio_queue_free(queue);
-    else
-        *out = queue;
-    return error;
+        return error;
+    }
+    aio_queue_enlist(queue);
+    *out = queue;
+    return 0;
 }
 
 void aio_queue_close(aio_queue *queue)
 {
+    aio_queue_delist(queue);
     pthread_mutex_lock(&queue->lock);
     queue->closing = true;
     aio_queue_wake(queue);
@@ -209,6 +214,23 @@ void aio_queue_close(aio_queue *queue)
     pthread_mutex_unlock(&queue->lock);
     if (last)
         aio_queue_free(queue);
+}
+
+int aio_queue_do(aio_queue *queue, aio_chore *chore)
+{
+    pthread_mutex_lock(&queue->lock);
+    while (queue->chore) /* another thread's */
+        pthread_cond_wait(&queue->changed, &queue->lock);
+    if (queue->closing) {
+        chore->result = -ESHUTDOWN;
+    } else {
+        queue->chore = chore;
+        aio_queue_wake(queue);
+        while (!chore->done)
+            pthread_cond_wait(&queue->changed, &queue->lock);
+    }
+    pthread_mutex_unlock(&queue->lock);
+    return chore->result;
 }
 
 int aio_queue_backend(const aio_queue *queue)
@@ -226,18 +248,11 @@ int aio_register(aio_queue *queue, void *base, size_t bytes)
 {
     if (!base || !bytes)
         return -EINVAL;
-    aio_registration wanted = {base, bytes, 0, false};
-    pthread_mutex_lock(&queue->lock);
-    while (queue->registration) /* another thread's */
-        pthread_cond_wait(&queue->changed, &queue->lock);
-    if (queue->closing) {
-        wanted.result = -ESHUTDOWN;
-    } else {
-        queue->registration = &wanted;
-        aio_queue_wake(queue);
-        while (!wanted.done)
-            pthread_cond_wait(&queue->changed, &queue->lock);
-    }
-    pthread_mutex_unlock(&queue->lock);
-    return wanted.result;
+    aio_chore wanted = {.base = base, .bytes = bytes};
+    return aio_queue_do(queue, &wanted);
+}
+
+int aio_queue_registers_files(aio_queue *queue)
+{
+    return queue->backend->files ? queue->backend->files(queue->state) : -EOPNOTSUPP;
 }

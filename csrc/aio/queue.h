@@ -39,12 +39,14 @@ typedef struct aio_heap {
 
 typedef struct aio_slab aio_slab;
 
-typedef struct aio_registration {
+/* What only the queue thread may ask of the backend: register a buffer, or (`base` is NULL) forget two descriptors. */
+typedef struct aio_chore {
     void *base;
     size_t bytes;
+    int fds[2];
     int result;
     bool done;
-} aio_registration;
+} aio_chore;
 
 struct aio_queue {
     aio_config config;
@@ -68,7 +70,8 @@ struct aio_queue {
     uint64_t live_tickets; /* not on the free list */
     bool opened, asleep, closing, closed, nap;
     int broken; /* errno: the backend is lost, everything fails with it */
-    aio_registration *registration; /* for the queue thread to do; on the stack of the thread that waits for it */
+    aio_chore *chore; /* for the queue thread to do; on the stack of the thread that waits for it */
+    aio_queue *next_live; /* live.c's */
     aio_stats stats;
     uint64_t stats_ns; /* when the depth last changed */
 };
@@ -82,6 +85,14 @@ static inline bool aio_has_share(const aio_queue *queue, uint32_t lane)
 {
     return queue->in_flight[lane] < (lane % 2 == AIO_READ ? queue->config.read_depth : queue->config.write_depth);
 }
+
+/* queue.c: have the queue thread do it; -ESHUTDOWN while closing */
+int aio_queue_do(aio_queue *queue, aio_chore *chore);
+
+/* live.c */
+void aio_queue_enlist(aio_queue *queue);
+void aio_queue_delist(aio_queue *queue);
+void aio_queues_forget_files(const int fds[2]); /* returns when no queue's table holds them */
 
 /* heap.c */
 int aio_heap_reserve(aio_heap *heap, uint32_t more);

@@ -20,6 +20,7 @@
 #include <string.h>
 #include <sys/eventfd.h>
 #include <sys/mman.h>
+#include <sys/resource.h>
 #include <sys/syscall.h>
 #include <sys/uio.h>
 #include <unistd.h>
@@ -37,6 +38,7 @@
 
 #define REGION_BYTES ((size_t)1 << 30) /* the most that one registered buffer may hold */
 #define MAX_NAPS 10000u
+#define MAX_FILES 4096u /* a descriptor below this is its own place in the table of registered files */
 
 typedef struct ring {
     int fd, wake_fd;
@@ -51,6 +53,9 @@ typedef struct ring {
     uint32_t sq_mask, cq_mask;
     struct iovec *regions; /* registered, in this order */
     uint32_t num_regions;
+    uint32_t num_files; /* places in the table */
+    int files_error;    /* why there is no table */
+    uint64_t has_file[MAX_FILES / 64];
 } ring;
 
 static struct io_uring_sqe *next_sqe(ring *r)
@@ -75,6 +80,58 @@ static int region_of(const ring *r, const aio_block *block)
     return -1;
 }
 
+static bool in_table(const ring *r, int fd)
+{
+    return fd >= 0 && (uint32_t)fd < r->num_files && (r->has_file[fd / 64] >> (fd % 64) & 1);
+}
+
+static bool put_in_table(ring *r, int place, int32_t fd)
+{
+    struct io_uring_files_update update = {.offset = (uint32_t)place, .fds = (uint64_t)(uintptr_t)&fd};
+    return syscall(__NR_io_uring_register, (long)r->fd, (long)IORING_REGISTER_FILES_UPDATE, (long)&update, 1L) == 1;
+}
+
+/* Whether the descriptor is registered, from its first block on. */
+static bool use_table(ring *r, int fd)
+{
+    if (in_table(r, fd))
+        return true;
+    if (fd < 0 || (uint32_t)fd >= r->num_files || !put_in_table(r, fd, fd))
+        return false;
+    r->has_file[fd / 64] |= (uint64_t)1 << (fd % 64);
+    return true;
+}
+
+static void uring_forget_files(void *state, const int fds[2])
+{
+    ring *r = state;
+    for (int i = 0; i < 2; i++)
+        if (in_table(r, fds[i])) {
+            put_in_table(r, fds[i], -1);
+            r->has_file[fds[i] / 64] &= ~((uint64_t)1 << (fds[i] % 64));
+        }
+}
+
+static int uring_files(void *state)
+{
+    return ((ring *)state)->files_error;
+}
+
+/* An empty table; everything works without. */
+static void make_table(ring *r)
+{
+    struct rlimit limit;
+    uint32_t count = MAX_FILES;
+    if (!getrlimit(RLIMIT_NOFILE, &limit) && limit.rlim_cur < count)
+        count = (uint32_t)limit.rlim_cur; /* a larger table is refused */
+    int32_t empty[MAX_FILES];
+    memset(empty, 0xff, sizeof empty);
+    if (syscall(__NR_io_uring_register, (long)r->fd, (long)IORING_REGISTER_FILES, (long)empty, (long)count))
+        r->files_error = -errno;
+    else
+        r->num_files = count;
+}
+
 static void uring_stage(void *state, aio_block *block)
 {
     ring *r = state;
@@ -86,6 +143,7 @@ static void uring_stage(void *state, aio_block *block)
     } else {
         sqe->opcode = block->op == AIO_READ ? IORING_OP_READ : IORING_OP_WRITE;
     }
+    sqe->flags = use_table(r, block->fd) ? IOSQE_FIXED_FILE : 0;
     sqe->fd = block->fd;
     sqe->off = block->offset;
     sqe->addr = (uint64_t)(uintptr_t)block->buf;
@@ -216,6 +274,8 @@ static void uring_close(void *state)
         disarm(r);
     if (r->num_regions)
         syscall(__NR_io_uring_register, (long)r->fd, (long)IORING_UNREGISTER_BUFFERS, 0L, 0L);
+    if (r->num_files)
+        syscall(__NR_io_uring_register, (long)r->fd, (long)IORING_UNREGISTER_FILES, 0L, 0L);
     if (r->sqes)
         munmap(r->sqes, r->sqes_bytes);
     if (r->rings)
@@ -305,11 +365,13 @@ static int uring_open(uint32_t max_blocks, uint32_t num_threads, void **state)
         error = map_rings(r, &params);
     if (!error)
         error = check_operations(r);
-    if (error)
+    if (error) {
         uring_close(r);
-    else
-        *state = r;
-    return error;
+        return error;
+    }
+    make_table(r);
+    *state = r;
+    return 0;
 }
 
 #else
@@ -324,6 +386,8 @@ static int uring_open(uint32_t max_blocks, uint32_t num_threads, void **state)
 #define uring_wait NULL
 #define uring_wake NULL
 #define uring_register NULL
+#define uring_files NULL
+#define uring_forget_files NULL
 #define uring_forget NULL
 #define uring_close NULL
 #endif
@@ -335,6 +399,8 @@ const aio_backend aio_uring = {
     .wait = uring_wait,
     .wake = uring_wake,
     .register_buffer = uring_register,
+    .files = uring_files,
+    .forget_files = uring_forget_files,
     .forget = uring_forget,
     .close = uring_close,
 };

@@ -54,6 +54,7 @@ def storage_lines(folder: Path, probe: aio.Probe) -> Lines:
     limit = probe.memlock_bytes
     yield "  lockable", "unlimited" if limit is None else text(limit)
     yield "  registered", f"no: {probe.registration}" if probe.registration else "yes"
+    yield "files registered", f"no: {probe.file_registration}" if probe.file_registration else "yes"
 
 
 def processor_lines() -> Lines:

@@ -7,6 +7,7 @@ import gc
 import os
 import random
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -278,3 +279,45 @@ def test_an_empty_transfer_ends_at_once(queue: aio.Queue, path: Path) -> None:
         queue.read(file, bytearray(), 100).wait()
         assert queue.submit([]) == []
         assert file.size == 0
+
+
+def test_a_closed_files_number_belongs_to_the_next_file_at_once(
+    queue: aio.Queue, tmp_path: Path
+) -> None:
+    """A queue may have registered the descriptor: the first file must leave its table."""
+    first, second = tmp_path / "first", tmp_path / "second"
+    for path, letter in ((first, b"a"), (second, b"b")):
+        with aio.File(path, "x+") as file:
+            numbers = file.native.direct_fd, file.native.buffered_fd
+            queue.write(file, letter * 4196, 0).wait()  # a direct and a buffered block
+    with aio.File(second) as file:
+        assert (file.native.direct_fd, file.native.buffered_fd) == numbers
+    assert (first.read_bytes(), second.read_bytes()) == (b"a" * 4196, b"b" * 4196)
+
+
+def test_a_closed_file_is_let_go_while_its_queue_lives(queue: aio.Queue, tmp_path: Path) -> None:
+    """What is deleted gives its space back: no queue keeps it open."""
+    with aio.File(tmp_path / "file", "x+", size=64 << 20) as file:
+        queue.write(file, bytes(4096), 0).wait()
+        full = os.statvfs(tmp_path).f_bfree * os.statvfs(tmp_path).f_frsize
+    (tmp_path / "file").unlink()
+    for _ in range(500):  # others write on this disk too, and deleting may be put off
+        free = os.statvfs(tmp_path).f_bfree * os.statvfs(tmp_path).f_frsize
+        if free - full > 32 << 20:
+            return
+        time.sleep(0.02)
+    raise AssertionError(f"{free - full} bytes came back")
+
+
+def test_queues_in_a_child_do_not_wait_for_those_of_its_parent(tmp_path: Path) -> None:
+    with aio.Queue() as queue, aio.File(tmp_path / "parent", "x+") as file:
+        queue.write(file, bytes(4096), 0).wait()
+        pid = os.fork()
+        if pid == 0:
+            with aio.Queue() as own, aio.File(tmp_path / "child", "x+") as mine:
+                own.write(mine, b"c" * 4096, 0).wait()
+            os._exit(0)
+        assert os.waitpid(pid, 0)[1] == 0
+        queue.write(file, b"p" * 4096, 0).wait()
+    assert (tmp_path / "child").read_bytes() == b"c" * 4096
+    assert (tmp_path / "parent").read_bytes() == b"p" * 4096

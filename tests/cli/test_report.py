@@ -45,11 +45,12 @@ def changed(folder: Path, **changes: object) -> aio.Probe:
 def test_a_backend_that_does_not_work_says_why(tmp_path: Path) -> None:
     real = aio.probe(tmp_path)
     backends = {**real.backends, "uring": "EPERM: Operation not permitted", "libaio": None}
-    probe = changed(tmp_path, backends=backends, registration="ENOMEM")
+    probe = changed(tmp_path, backends=backends, registration="ENOMEM", file_registration="EMFILE")
     found = dict(machine.storage_lines(tmp_path, probe))
     assert found["  uring"] == "not available: EPERM: Operation not permitted"
     assert found["backend"] == "libaio, since uring does not work"
     assert found["  registered"] == "no: ENOMEM"
+    assert found["files registered"] == "no: EMFILE"
     assert "libaio needs two to three times the CPU time" in "\n".join(
         machine.notes(tmp_path, probe)
     )
