@@ -11,7 +11,7 @@ import difflib
 import math
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -36,11 +36,6 @@ class EngineConfig:
 
     nvme_path: tuple[Path, ...]
     name: str | None = None
-    optimizer: str = "adamw"
-    lr: float = 1e-3
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
-    weight_decay: float = 0.01
     gradient_accumulation_steps: int = 1
     gradient_clipping: float = 0.0  # 0: no clipping
     dtype: torch.dtype = torch.bfloat16  # what moves
@@ -126,12 +121,17 @@ def _from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
 
 
 def make_config(
-    settings: Mapping[str, Any], environment: Mapping[str, str] = os.environ
-) -> EngineConfig:
-    """Merge `settings` over the environment and check everything; raises ConfigError."""
-    known = [field.name for field in fields(EngineConfig)]
+    settings: Mapping[str, Any], environment: Mapping[str, str] = os.environ, *,
+    beside: Iterable[str] = (),
+) -> EngineConfig:  # fmt: skip
+    """Merge `settings` over the environment and check everything; raises ConfigError.
+
+    `beside`: names of options that others take: what a misspelt one may have meant.
+    """
+    own = [field.name for field in fields(EngineConfig)]
+    known = [*own, *beside]
     for key in settings:
-        if key not in known:
+        if key not in own:
             near = difflib.get_close_matches(key, known, n=1)
             hint = f" Did you mean {near[0]!r}?" if near else f" Known: {', '.join(known)}."
             raise ConfigError(f"OffloadEngine got an unknown option {key!r}.{hint}")
@@ -145,8 +145,6 @@ def make_config(
             merged[key] = _dtype(merged[key], key)
     if "device" in merged:
         merged["device"] = _device(merged["device"])
-    if "betas" in merged:
-        merged["betas"] = tuple(float(beta) for beta in merged["betas"])
     for key in ("nvme_path", "profile"):
         merged[key] = _paths(merged.get(key))
     return _checked(EngineConfig(**merged))
@@ -159,7 +157,7 @@ def _checked(config: EngineConfig) -> EngineConfig:
             " Pass OffloadEngine(..., nvme_path=...) or run under `offload-train --nvme DIR`."
         )
     choices: dict[str, Sequence[str]] = {
-        "durability": ("process", "step", "none"), "optimizer": ("adamw", "adam"),
+        "durability": ("process", "step", "none"),
         "overlap": ("auto", "speculate", "hold"),
         "aio_backend": ("auto", "uring", "libaio", "threads")}  # fmt: skip
     for key, allowed in choices.items():
@@ -188,14 +186,11 @@ def _checked(config: EngineConfig) -> EngineConfig:
 
 
 def _check_numbers(config: EngineConfig) -> None:
-    least = {"lr": 0.0, "eps": 0.0, "weight_decay": 0.0, "gradient_clipping": 0.0,
-             "param_persistence_threshold": 0, "gradient_accumulation_steps": 1,
-             "update_threads": 1}  # fmt: skip
+    least = {"gradient_clipping": 0.0, "param_persistence_threshold": 0,
+             "gradient_accumulation_steps": 1, "update_threads": 1}  # fmt: skip
     for key, bound in least.items():
         value = getattr(config, key)
         if value is not None and not (math.isfinite(value) and value >= bound):
             raise ConfigError(f"{key}: expected a finite number >= {bound}, got {value}.")
-    if len(config.betas) != 2 or not all(0.0 <= beta < 1.0 for beta in config.betas):
-        raise ConfigError(f"betas: expected two numbers in [0, 1), got {config.betas}.")
     if config.resume not in (None, True, False, "auto"):
         raise ConfigError(f'resume: expected True, False, "auto" or None, got {config.resume!r}.')

@@ -10,6 +10,7 @@ import contextlib
 import hashlib
 import json
 import logging
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +23,11 @@ from offload.config import EngineConfig
 from offload.engine.drives import Drives, plan_drives
 from offload.errors import ConfigError, StoreError
 from offload.memory.slab import Region, Slab, Slots
-from offload.partition.unit import STATE_ROLES, Role, Unit
+from offload.optim.packing import Packing
+from offload.optim.rules import Rule
+from offload.optim.torch_rule import TorchRule
+from offload.partition.chunk import CHUNK_MULTIPLE
+from offload.partition.unit import STATE_ROLES, Role, Unit, round_up
 from offload.runtime.discover import Discovery, discover
 from offload.schedule.placement import (
     Formats,
@@ -53,6 +58,8 @@ class Blueprint:
     device_memory: int
     num_threads: int
     drives: Drives
+    rule: Rule
+    packings: Mapping[str, Packing]  # of units by name; empty: states are as the weights are
 
     @property
     def exact(self) -> bool:
@@ -73,7 +80,7 @@ class Blueprint:
         return self.device_memory - (largest + fixed) * self.formats.compute
 
 
-def plan(model: nn.Module, config: EngineConfig) -> Blueprint:
+def plan(model: nn.Module, config: EngineConfig, rule: Rule) -> Blueprint:
     """Decide everything; raises ConfigError or BudgetError."""
     device = config.device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     compute = config.compute_dtype or default_compute_dtype(device, config.dtype)
@@ -92,14 +99,26 @@ def plan(model: nn.Module, config: EngineConfig) -> Blueprint:
     device_memory = config.device_memory or _free_device(device, least + largest)
     check_device(device_memory, found.units, found.persistent, formats)
     host = config.host_memory or default_host_memory()
+    units = found.units + ((found.persistent,) if found.persistent else ())
+    packings = pack(rule, units)
+    # Whole tensors: the largest unit is one chunk, and the budget must hold it.
+    whole = max((round_up(unit.num_elems, CHUNK_MULTIPLE) for unit in found.units), default=None)
     placement = place(
-        found.units, found.persistent, formats, host_memory=host, chunk_elems=config.chunk_elems
-    )
+        found.units, found.persistent, formats, host_memory=host,
+        chunk_elems=whole if packings else config.chunk_elems,
+    )  # fmt: skip
     threads = config.update_threads or available_cpus()
     return Blueprint(
         config, model, device, compute, found, formats, placement, device_memory, threads,
-        plan_drives(config),
+        plan_drives(config), rule, packings,
     )  # fmt: skip
+
+
+def pack(rule: Rule, units: Iterable[Unit]) -> dict[str, Packing]:
+    """Where the states of whole tensors lie; nothing for an optimizer that runs on pieces."""
+    if not (isinstance(rule, TorchRule) and rule.whole):
+        return {}
+    return {unit.name: Packing.of(unit, rule.state_shapes) for unit in units}
 
 
 def default_compute_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
@@ -161,14 +180,19 @@ def describe_layout(blueprint: Blueprint) -> dict[str, Any]:
         for unit in blueprint.units
     ]
     dtype = str(blueprint.config.dtype).removeprefix("torch.")
-    return {"dtype": dtype, "state_dtype": "float32", "roles": "adam", "units": units}
+    return {
+        "dtype": dtype, "state_dtype": "float32", "optimizer": blueprint.rule.name,
+        "states": list(blueprint.rule.states), "units": units,
+    }  # fmt: skip
 
 
 def store_name(blueprint: Blueprint) -> str:
     """The engine's name, or a hash of the model's layout."""
     if blueprint.config.name:
         return blueprint.config.name
-    text = json.dumps(describe_layout(blueprint), sort_keys=True)
+    layout = describe_layout(blueprint)
+    # Not the optimizer: the same model with another one must find this store, and be refused.
+    text = json.dumps({key: layout[key] for key in ("dtype", "units")}, sort_keys=True)
     return f"{type(blueprint.model).__name__}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
 
 

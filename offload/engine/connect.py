@@ -6,6 +6,7 @@ store <- ledger <- fetcher <- residency <- hooks -> keeper -> stepper -> pipelin
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -25,8 +26,12 @@ from offload.engine.step import Groups, Stepper
 from offload.engine.updates import UpdateBuilder
 from offload.memory.host import trim_heap
 from offload.metrics import Metrics
-from offload.optim.adamw import AdamRule, StepCounts
+from offload.optim.choice import progress_of
+from offload.optim.jobs import Pipeline
 from offload.optim.pipeline import UpdatePipeline
+from offload.optim.rules import Progress
+from offload.optim.torch_pipeline import TorchPipeline
+from offload.optim.torch_rule import TorchRule
 from offload.partition.unit import Unit
 from offload.runtime.binding import BoundUnit
 from offload.runtime.device import Device, make_device
@@ -40,6 +45,8 @@ from offload.runtime.residency import Residency
 from offload.runtime.spill import Spiller, SpillFile
 from offload.schedule.placement import SUM_BYTES, grad_bytes
 from offload.store.store import Store
+
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -78,7 +85,7 @@ class Parts:
     hooks: Hooks
     stepper: Stepper
     speculator: Speculator
-    counts: StepCounts
+    counts: Progress
     reader: Reader
     editor: Editor
     names_by_id: dict[int, str]  # parameters
@@ -170,22 +177,19 @@ def _build(ground: Ground, captures: Captures) -> Parts:
 
 def _optimization(
     ground: Ground, captures: Captures, residency: Residency, keeper: GradientKeeper
-) -> tuple[Stepper, Speculator, StepCounts]:
+) -> tuple[Stepper, Speculator, Progress]:
     blueprint, placement = ground.blueprint, ground.blueprint.placement
     config = blueprint.config
     threads = blueprint.num_threads
     if blueprint.device.type == "cpu" and config.overlap != "hold":
         threads = max(1, threads - 1)  # updates run beside the backward pass on the same cores
-    pipeline = UpdatePipeline(
-        ground.queue, ground.memory.update.view, num_slots=placement.update_slots,
-        chunk_elems=placement.chunk_elems, grad_elem_bytes=SUM_BYTES, num_threads=threads,
-    )  # fmt: skip
+    pipeline = _pipeline(ground, threads)
     ground.closing.callback(pipeline.close)
     builder = UpdateBuilder(
         pipeline, ground.ledger, keeper, ground.persistent,
         chunk_elems=placement.chunk_elems, exact=blueprint.exact,
     )  # fmt: skip
-    counts = StepCounts(AdamRule.of(config.optimizer))
+    counts = progress_of(blueprint.rule)
     units = blueprint.found.units
     stepper = Stepper(
         units, blueprint.found.persistent, names=list(blueprint.found.parameters),
@@ -199,6 +203,21 @@ def _optimization(
     )  # fmt: skip
     ground.closing.callback(speculator.discard)
     return stepper, speculator, counts
+
+
+def _pipeline(ground: Ground, num_threads: int) -> Pipeline:
+    """The pipeline in C, or the slow one for torch classes."""
+    rule, placement = ground.blueprint.rule, ground.blueprint.placement
+    if isinstance(rule, TorchRule):
+        _LOG.warning("optimizer %s has no kernel: its updates run in torch, slowly.", rule.name)
+        return TorchPipeline(
+            ground.queue, ground.memory.update.view, rule, num_slots=placement.update_slots,
+            chunk_elems=placement.chunk_elems, packings=ground.blueprint.packings,
+        )  # fmt: skip
+    return UpdatePipeline(
+        ground.queue, ground.memory.update.view, num_slots=placement.update_slots,
+        chunk_elems=placement.chunk_elems, grad_elem_bytes=SUM_BYTES, num_threads=num_threads,
+    )  # fmt: skip
 
 
 def _load(ground: Ground) -> None:

@@ -42,6 +42,7 @@ from offload.engine.generation import (
 from offload.engine.importing import import_zero
 from offload.engine.reader import current
 from offload.engine.rewriting import commit_first
+from offload.engine.states import optimizer_state
 from offload.engine.step import Groups
 from offload.errors import ConfigError, OffloadError, StateError
 from offload.interchange.deepspeed import ZeroCheckpoint
@@ -49,44 +50,48 @@ from offload.interchange.export import export_safetensors
 from offload.interchange.notes import ModelNotes, all_names
 from offload.interchange.pretrained import load_pretrained
 from offload.metrics import Metrics
+from offload.optim.choice import Choice, choose
 from offload.optim.optimizer import OffloadOptimizer
-from offload.partition.unit import Role
 from offload.runtime.hooks import is_hooked
 
 _LOG = logging.getLogger(__name__)
-_ROLES = {"exp_avg": Role.EXP_AVG, "exp_avg_sq": Role.EXP_AVG_SQ}
 
 
 class OffloadEngine:
     """A model, its store, and what moves between them.  Use from one thread; close when done."""
 
     def __init__(
-        self, model: nn.Module, *, params: Any = None, lr_scheduler: Any = None, **settings: Any
-    ) -> None:
+        self, model: nn.Module, *, params: Any = None, lr_scheduler: Any = None,
+        optimizer: Any = "adamw", **settings: Any,
+    ) -> None:  # fmt: skip
         """Take over `model`: its parameters are written to the store and leave memory.
 
         `params`: parameter groups as for torch.optim.AdamW (default: all trainable parameters).
-        `settings`: the fields of `offload.config.EngineConfig`.  Raises ConfigError, BudgetError,
-        StoreError before anything is allocated; nothing is left behind then.
+        `optimizer`: a name, a torch class or a new instance (see `offload/optim/README.md`).
+        `settings`: the optimizer's (lr, ...), and the fields of `offload.config.EngineConfig`.
+
+        Raises ConfigError, BudgetError, StoreError before anything is allocated; nothing is left
+        behind then.
         """
-        config = make_config(settings)
+        choice = choose(optimizer, params, settings)
+        config = make_config(choice.rest, beside=choice.defaults)
         _refuse_second(model)
-        blueprint = plan(model, config)
+        blueprint = plan(model, config, choice.rule)
         self.module = model
         self.config = config
-        self.optimizer = _make_optimizer(self, params, blueprint.found.parameters)
+        self.optimizer = _make_optimizer(self, choice, blueprint.found.parameters)
         self.global_step = 0
         self.grad_norm: float | None = None
         self._tracked = tracked = Tracked()
         self._micro_steps = 0
         self._saved_groups: list[dict[str, Any]] | None = None
         self._notes = ModelNotes.of(model)
-        me, optimizer = weakref.ref(self), self.optimizer
+        me, own = weakref.ref(self), self.optimizer
         self._parts = connect(
             blueprint,
             Captures(
                 lambda: _state(_alive(me)),
-                lambda: capture_late(tracked, optimizer.param_groups),
+                lambda: capture_late(tracked, own.param_groups),
                 Groups(lambda: _alive(me).optimizer.param_groups, lambda group: _names(me, group)),
             ),
         )
@@ -155,11 +160,10 @@ class OffloadEngine:
             return self._parts.reader.master(_name(self, parameter))
 
     def full_optimizer_state(self, parameter: nn.Parameter | str, state: str) -> torch.Tensor:
-        """A HOST copy of "exp_avg" or "exp_avg_sq"."""
-        if state not in _ROLES:
-            raise ConfigError(f"optimizer state: expected {' or '.join(_ROLES)}, got {state!r}.")
+        """A HOST copy of one of the optimizer's state tensors, such as "exp_avg"."""
+        name = _name(self, parameter)
         with _access(self):
-            return self._parts.reader.tensor_of(_name(self, parameter), _ROLES[state])
+            return optimizer_state(self._parts, name, state)
 
     def kept_grad(self, parameter: nn.Parameter | str) -> torch.Tensor | None:
         """A HOST copy of the gradient kept for this step, None if there is none yet."""
@@ -358,9 +362,9 @@ class _EngineStepper:
 
 
 def _make_optimizer(
-    engine: OffloadEngine, params: Any, known: Mapping[str, nn.Parameter]
+    engine: OffloadEngine, choice: Choice, known: Mapping[str, nn.Parameter]
 ) -> OffloadOptimizer:  # fmt: skip
-    config = engine.config
+    params = choice.params
     if params is None:
         params = [parameter for parameter in known.values() if parameter.requires_grad]
         if not params:
@@ -371,7 +375,7 @@ def _make_optimizer(
     try:
         return OffloadOptimizer(
             params, _EngineStepper(engine), known=known.values(),
-            lr=config.lr, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay,
+            rule=choice.rule, defaults=choice.defaults,
         )  # fmt: skip
     except (TypeError, ValueError) as error:
         raise ConfigError(f"params: {error}.") from error

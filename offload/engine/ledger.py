@@ -21,7 +21,7 @@ from offload.engine.interrupts import uninterrupted
 from offload.engine.sealing import Sealer
 from offload.errors import StateError, StoreError
 from offload.metrics import Metrics
-from offload.optim.pipeline import UpdateJob
+from offload.optim.jobs import Job
 from offload.partition.unit import Role, Unit
 from offload.store.files import Extent
 from offload.store.store import Store
@@ -34,7 +34,7 @@ STEP_CLOCK = 1 << 32  # deadlines of one step come before those of the next
 class Made:
     """The job that makes a unit's next generation, and the unit's number in it."""
 
-    job: UpdateJob
+    job: Job
     number: int
 
     def done(self) -> bool:
@@ -55,7 +55,7 @@ class Pending:
     late: dict[str, Any] | None = None  # what steps after step(), captured at the next engine call
 
     @property
-    def jobs(self) -> list[UpdateJob]:
+    def jobs(self) -> list[Job]:
         """Each job once."""
         return list({id(made.job): made.job for made in self.made.values()}.values())
 
@@ -231,7 +231,7 @@ def run_beside(action: Callable[[], None]) -> Future[None]:
     return future
 
 
-def account(job: UpdateJob, metrics: Metrics) -> None:
+def account(job: Job, metrics: Metrics) -> None:
     """Count the bytes that a finished job moved."""
     stats = job.stats
     for role, num_bytes in stats.read_bytes.items():

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offload.crc import BLOCK_BYTES, Tail
-from offload.optim.pipeline import UpdateJob
+from offload.optim.jobs import Job
 from offload.partition.unit import Role, Unit
 from offload.store import checksum
 from offload.store.extents import RoleRange
@@ -31,7 +31,7 @@ class Sealer:
         self._store = store
         self._tails: dict[tuple[str, Role], Tail] = {}
 
-    def seal_update(self, unit: Unit, side: int, job: UpdateJob, number: int) -> int:
+    def seal_update(self, unit: Unit, side: int, job: Job, number: int) -> int:
         """Seal what unit `number` of an ended job wrote to `side`; return the digest."""
         layout = self._store.files.layout(unit.name)
         sums = {}

@@ -21,7 +21,7 @@ import torch
 from offload.engine.ledger import Ledger, Made, account
 from offload.engine.updates import Rows, UpdateBuilder
 from offload.errors import StateError, StoreError
-from offload.optim.pipeline import UpdateJob
+from offload.optim.jobs import Job
 from offload.partition.unit import Unit
 from offload.runtime.gradients import GradientKeeper
 from offload.runtime.loans import Loans
@@ -35,7 +35,7 @@ MOST_REDONE = 0.25  # of recent steps; above it holding is cheaper than redoing
 class _Bet:
     """An update that runs on the assumption that nothing changes until step()."""
 
-    job: UpdateJob
+    job: Job
     rows: dict[str, bytes]
     grad_dtype: torch.dtype  # of the kept gradients, which may be widened when more come
     takes: int | None = None  # of the gradients it reads; None: not complete

@@ -20,7 +20,7 @@ from offload.engine.ledger import Ledger, Made, Pending
 from offload.engine.speculate import Speculator
 from offload.engine.updates import Rows, UpdateBuilder
 from offload.metrics import Metrics
-from offload.optim.adamw import StepCounts
+from offload.optim.rules import Progress
 from offload.partition.unit import Unit
 from offload.runtime.gradients import GradientKeeper
 
@@ -55,7 +55,7 @@ class Stepper:
     def __init__(
         self, units: Sequence[Unit], persistent: Unit | None, *,
         names: Sequence[str], max_norm: float, groups: Groups, ledger: Ledger,
-        keeper: GradientKeeper, builder: UpdateBuilder, counts: StepCounts, metrics: Metrics,
+        keeper: GradientKeeper, builder: UpdateBuilder, counts: Progress, metrics: Metrics,
     ) -> None:  # fmt: skip
         """`names`: named_parameters() order, that of the norm.  `max_norm`: 0 for no clipping."""
         self._units = [*units, *([persistent] if persistent else [])]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,7 +15,8 @@ from numpy.typing import NDArray
 
 from offload.engine.ledger import Ledger
 from offload.optim.chunks import StreamPlace, UnitTemplate, stack
-from offload.optim.pipeline import COPY_IN, UpdateJob, UpdatePipeline
+from offload.optim.jobs import Job, Pipeline
+from offload.optim.pipeline import COPY_IN
 from offload.partition.unit import STATE_ROLES, Role, Unit
 from offload.runtime.gradients import GradientKeeper, KeptUnit
 from offload.runtime.persistent import PersistentState
@@ -26,7 +28,7 @@ DTYPE_NAMES = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
 class Rows:
     """Hyper-parameters of an update: one row per group and step count, and the row of each name."""
 
-    table: NDArray[np.void]
+    table: NDArray[Any]
     row_of: Mapping[str, int]
 
     def of(self, unit: Unit) -> dict[str, bytes]:
@@ -42,7 +44,7 @@ class UpdateBuilder:
     """Describes jobs to the pipeline; what does not change from step to step is kept."""
 
     def __init__(
-        self, pipeline: UpdatePipeline, ledger: Ledger, keeper: GradientKeeper,
+        self, pipeline: Pipeline, ledger: Ledger, keeper: GradientKeeper,
         persistent: PersistentState | None, *, chunk_elems: int, exact: bool,
     ) -> None:  # fmt: skip
         self._pipeline = pipeline
@@ -56,7 +58,7 @@ class UpdateBuilder:
     def submit(
         self, units: Sequence[Unit], rows: Rows, *, urgency: Callable[[Unit], int], released: bool,
         weights: Sequence[int] = (),
-    ) -> UpdateJob:  # fmt: skip
+    ) -> Job:  # fmt: skip
         """Submit one job; `urgency(unit)`: place of the unit's next use, smaller is sooner.
 
         `weights`: HOST addresses of the first chunks' weights, left as they are; the others are

@@ -8,14 +8,15 @@ identities here; their data, which may be evicted, is never touched.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import nn
 
 from offload.errors import ConfigError, StateError
-from offload.optim.adamw import AdamSettings
+from offload.optim.rules import Rule
+from offload.optim.torch_rule import TorchRule
 
 
 class Stepper(Protocol):
@@ -31,18 +32,17 @@ class OffloadOptimizer(torch.optim.Optimizer):
 
     def __init__(
         self,
-        params: Any,  # as for torch.optim.AdamW: parameters, (name, parameter) pairs or groups
+        params: Any,  # as for any torch optimizer: parameters, (name, parameter) pairs or groups
         stepper: Stepper,
         *,
         known: Iterable[nn.Parameter],  # every parameter of the engine's model
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 1e-2,
+        rule: Rule,
+        defaults: Mapping[str, Any],  # of a group
     ) -> None:
         self._stepper = stepper
         self._known = {id(parameter) for parameter in known}
-        super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
+        self._rule = rule
+        super().__init__(params, dict(defaults))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of the model's parameters; raises ConfigError for others and bad settings."""
@@ -55,9 +55,12 @@ class OffloadOptimizer(torch.optim.Optimizer):
 
     def _check_group(self, index: int) -> None:
         group = self.param_groups[index]
-        AdamSettings.of(group, index)
+        self._rule.check(group, index)
         names = group.get("param_names", range(len(group["params"])))
         for name, parameter in zip(names, group["params"], strict=True):
+            if isinstance(self._rule, TorchRule):
+                what = f"param_groups[{index}], parameter {name}"
+                self._rule.check_shape(parameter.shape, what)
             if id(parameter) not in self._known:
                 raise ConfigError(
                     f"param_groups[{index}], parameter {name}: expected a parameter of the engine's"

@@ -8,7 +8,10 @@ import torch
 from torch import nn
 
 from offload.errors import ConfigError, StateError
+from offload.optim.adam import AdamRule
 from offload.optim.optimizer import OffloadOptimizer
+
+RULE = AdamRule(decoupled=True)
 
 
 class Recorder:
@@ -37,7 +40,8 @@ def make(model: nn.Module, recorder: Recorder, params=None, **settings) -> Offlo
         model.parameters() if params is None else params,
         recorder,
         known=model.parameters(),
-        **settings,
+        rule=RULE,
+        defaults={**RULE.defaults, **settings},
     )
 
 

@@ -1,0 +1,43 @@
+"""Optimizer state by torch's names, wherever it is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from offload.engine.connect import Parts
+from offload.errors import ConfigError
+from offload.optim.packing import Packing
+from offload.optim.rules import Rule
+from offload.partition.unit import Role, Unit
+
+STATE_ROLES = (Role.EXP_AVG, Role.EXP_AVG_SQ)  # of the first state of a rule, and the second
+
+
+def optimizer_state(parts: Parts, name: str, state: str) -> torch.Tensor:
+    """A HOST copy of `state` of parameter `name`; raises ConfigError for a state it has not."""
+    blueprint = parts.ground.blueprint
+    unit, _ = parts.reader.find(name)
+    if unit.name in blueprint.packings:
+        return _packed_state(parts, blueprint.packings[unit.name], name, state)
+    if state not in blueprint.rule.states:
+        raise _unknown(blueprint.rule, blueprint.rule.states, name, state)
+    role = dict(zip(blueprint.rule.states, STATE_ROLES, strict=False))[state]
+    return parts.reader.tensor_of(name, role)
+
+
+def _packed_state(parts: Parts, packing: Packing, name: str, state: str) -> torch.Tensor:
+    pieces = packing.pieces.get(name, {})
+    if state not in pieces:
+        raise _unknown(parts.ground.blueprint.rule, pieces, name, state)
+    unit: Unit = parts.reader.find(name)[0]
+    stream = parts.reader.role_range(unit, Role.EXP_AVG, 0, packing.num_elems)
+    return pieces[state].of(stream).clone()
+
+
+def _unknown(rule: Rule, known: Iterable[str], name: str, state: str) -> ConfigError:
+    names = ", ".join(known) or "none"
+    return ConfigError(
+        f"optimizer state of {name!r}: expected one that {rule.name} has ({names}), got {state!r}."
+    )

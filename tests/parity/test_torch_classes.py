@@ -1,0 +1,41 @@
+"""Torch optimizers without a kernel: the same bits as the same class on fp32 masters in memory."""
+
+import pytest
+import torch
+import torch_training as twin
+from torch import optim
+
+ELEMENTWISE = {
+    "RAdam": (optim.RAdam, {"lr": 1e-2, "weight_decay": 0.1}, {"betas": (0.8, 0.9)}),
+    "NAdam": (optim.NAdam, {"lr": 1e-2}, {"momentum_decay": 0.01}),
+    "Adamax": (optim.Adamax, {"lr": 1e-2}, {"lr": 1e-3}),
+    "Adadelta": (optim.Adadelta, {"lr": 1.0}, {"rho": 0.5}),
+    "RMSprop": (optim.RMSprop, {"lr": 1e-3, "momentum": 0.9}, {"alpha": 0.9}),
+    "Rprop": (optim.Rprop, {"lr": 1e-3}, {"etas": (0.4, 1.3)}),
+    "ASGD": (optim.ASGD, {"lr": 1e-2}, {"lambd": 1e-2}),
+}
+
+
+@pytest.mark.parametrize("overlap", ["hold", "speculate"])
+@pytest.mark.parametrize("name", ELEMENTWISE)
+def test_an_elementwise_class_gives_the_bits_of_memory(name, overlap, tmp_path):
+    cls, base, spare = ELEMENTWISE[name]
+    memory = twin.InMemory(twin.build(), cls, base, spare).train(0, twin.NUM_STEPS)
+    with twin.engine(tmp_path, cls, base, spare, overlap=overlap) as engine:
+        twin.assert_same_training(engine, memory)
+        twin.assert_moved(twin.masters(engine))
+        param = engine.module.spare.weight
+        for state, theirs in memory.optimizer.state[memory.masters["spare.weight"]].items():
+            if torch.is_tensor(theirs) and theirs.ndim:
+                assert torch.equal(engine.full_optimizer_state(param, state), theirs)
+
+
+@pytest.mark.parametrize("chunk_elems", [2048, 1 << 20])
+@pytest.mark.parametrize("threshold", [0, 1000])
+def test_chunks_and_small_tensors_do_not_change_the_bits(chunk_elems, threshold, tmp_path):
+    cls, base, spare = ELEMENTWISE["NAdam"]
+    memory = twin.InMemory(twin.build(), cls, base, spare).train(0, twin.NUM_STEPS)
+    settings = {"chunk_elems": chunk_elems, "param_persistence_threshold": threshold}
+    with twin.engine(tmp_path, cls, base, spare, **settings) as engine:
+        twin.assert_same_training(engine, memory)
+        twin.assert_moved(twin.masters(engine))
