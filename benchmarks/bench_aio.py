@@ -5,8 +5,8 @@
 Every round goes once through the same file, already written, with fio at several settings (buffers
 on huge pages, as much memory in flight), with our queue, and with DeepSpeed's aio. `of limit` is
 the median over rounds of the rate over fio's best in that round. `--held R` (root) holds the disk
-at R + R MB/s instead and compares with that. The last lines tell what the queue itself costs, on a
-drive that does nothing.
+at R + R MB/s instead and compares with that. The last lines tell the queue's own ceiling,
+a second of CPU time long: on a drive that does nothing, and on a file in memory (tmpfs).
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -37,6 +38,7 @@ from aio.faults import Faults
 HERE = Path(__file__).resolve().parent
 OPERATIONS = ("read", "write", "mixed")
 MIB = 1 << 20
+SHM = Path("/dev/shm")
 TRANSFER_BYTES = 4 * MIB  # the queue cuts them into blocks
 MOST_IN_FLIGHT = 32 * MIB
 FIO = [
@@ -245,28 +247,49 @@ def held_targets(rows: dict[str, dict[str, Any]]) -> Iterator[tuple[str, float, 
         yield f"{name}, times the one-way limit", wanted, rows[name]["of_limit"]
 
 
-def ceiling() -> Iterator[tuple[str, float]]:
-    """What the queue itself costs, on a drive that does nothing: microseconds of CPU."""
+@dataclass(frozen=True)
+class Ceiling:
+    """What one second of CPU time, of all threads, is enough for."""
+
+    what: str
+    requests_per_cpu_s: float
+    bytes_per_cpu_s: float
+
+
+def ceiling() -> Iterator[Ceiling]:
+    """What the queue itself costs, on a drive that does nothing and on a file in memory."""
     anywhere = 1 << 30
-    with aio.Queue("faults", block_bytes=4096) as queue, aio.File(os.devnull, direct=False) as null:
+    with aio.Queue("faults") as queue, aio.File(os.devnull, direct=False) as null:
         Faults(queue).skip_io()
         for what, count, size in (
-            ("a block of a large transfer", 1, 1 << 29),
-            ("a transfer of one block, submitted 1000 at once", 1000, 4096),
-            ("a transfer of one block, submitted alone", 0, 4096),
+            ("nothing: 1 MiB blocks of large transfers", 1, 64 << 30),
+            ("nothing: transfers of one block, 1000 a call", 1000, MIB),
+            ("nothing: transfers of one block, one by one", 1, MIB),
         ):
             request = aio.Request("read", null, (anywhere, size), 0)
-            cpu, units = time.process_time(), max(count, 1) * size // 4096 if count else 20_000
-            if count:
-                repeats = max(1, 100_000 // units)
-                for _ in range(repeats):
-                    for ticket in queue.submit([request] * count):
-                        ticket.wait()
-            else:
-                repeats = 1
-                for _ in range(units):
-                    queue.submit([request])[0].wait()
-            yield what, (time.process_time() - cpu) / (units * repeats) * 1e6
+            yield spent(what, queue, [request] * count, size // MIB)
+    if not SHM.is_dir():
+        return
+    with (
+        tempfile.TemporaryDirectory(dir=SHM) as folder,
+        aio.Buffer(MOST_IN_FLIGHT) as buffer,
+        aio.Queue() as queue,
+        aio.File(Path(folder) / "file", "x+") as file,
+    ):
+        queue.write(file, buffer, 0).wait()
+        request = aio.Request("read", file, buffer, 0)
+        yield spent("tmpfs: 1 MiB blocks, copied", queue, [request], len(buffer) // MIB)
+
+
+def spent(what: str, queue: aio.Queue, requests: list[aio.Request], blocks: int) -> Ceiling:
+    """Repeat for a second; `blocks`: of 1 MiB, a request."""
+    start, cpu, calls = time.perf_counter(), time.process_time(), 0
+    while time.perf_counter() < start + 1:
+        for ticket in queue.submit(requests):
+            ticket.wait()
+        calls += 1
+    per_s = calls * len(requests) * blocks / (time.process_time() - cpu)
+    return Ceiling(what, per_s, per_s * MIB)
 
 
 def report(rows: list[dict[str, Any]], limit: str) -> str:
@@ -322,12 +345,15 @@ def run(settings: Settings) -> dict[str, Any]:
     for each in met:
         sign = "ok  " if each["measured"] >= each["wanted"] else "MISS"
         click.echo(f"{sign} {each['what']}: {each['measured']:.3f}, wanted {each['wanted']}")
-    costs = dict(ceiling())
-    for what, microseconds in costs.items():
-        click.echo(f"     the queue's own cost of {what}: {microseconds:.2f} us of CPU")
+    ceilings = list(ceiling())
+    for each in ceilings:
+        click.echo(
+            f"     {each.what}: {each.requests_per_cpu_s:,.0f} blocks and"
+            f" {each.bytes_per_cpu_s / 1e9:,.1f} GB a second of CPU"
+        )
     return {
         "machine": describe_machine(), **facts, "settings": told_settings(settings),
-        "rows": list(rows.values()), "targets": met, "ceiling_us": costs,
+        "rows": list(rows.values()), "targets": met, "ceiling": [asdict(each) for each in ceilings],
     }  # fmt: skip
 
 

@@ -44,12 +44,16 @@ class HeldDisk:
         self._group = _blkio_root() / f"offload-bench-{os.getpid()}"
         try:
             self._group.mkdir()
-            for side in ("read", "write"):
-                limit = self._group / f"blkio.throttle.{side}_bps_device"
-                limit.write_text(f"{self._number} {bytes_per_s}")
+            self.hold(folder, bytes_per_s)
         except OSError as error:
             self.close()
             raise ThrottleUnavailable(f"cannot hold disk {self._number}: {error}") from error
+
+    def hold(self, folder: Path, bytes_per_s: int) -> None:
+        """The same for another disk; raises OSError."""
+        for side in ("read", "write"):
+            limit = self._group / f"blkio.throttle.{side}_bps_device"
+            limit.write_text(f"{disk_number(folder)} {bytes_per_s}")
 
     def add(self, pid: int) -> None:
         """Move a process, and the threads it starts later, into the group."""

@@ -14,16 +14,24 @@
 #define OFFSET_OF_MEM_ALIGN 152
 #define OFFSET_OF_OFFSET_ALIGN 156
 
+/* Some file systems take O_DIRECT at open and refuse it at the first transfer: -EOPNOTSUPP. */
+static int try_direct(int fd)
+{
+    char room[2 * 4096];
+    char *aligned = room + (4096 - (uintptr_t)room % 4096) % 4096;
+    return pread(fd, aligned, 4096, 0) < 0 && errno == EINVAL ? -EOPNOTSUPP : 0;
+}
+
 int aio_direct_alignment(int fd, uint32_t *alignment)
 {
     unsigned char raw[STATX_BYTES] = {0};
     uint32_t mask, memory, offset;
     *alignment = 4096;
     if (syscall(SYS_statx, (long)fd, (long)"", (long)AT_EMPTY_PATH, (long)STATX_DIOALIGN_BIT, (long)raw))
-        return errno == ENOSYS || errno == EPERM ? 0 : -errno; /* containers block young calls with EPERM */
+        return errno == ENOSYS || errno == EPERM ? try_direct(fd) : -errno; /* containers block young calls with EPERM */
     memcpy(&mask, raw, sizeof mask);
     if (!(mask & STATX_DIOALIGN_BIT))
-        return 0;
+        return try_direct(fd);
     memcpy(&memory, raw + OFFSET_OF_MEM_ALIGN, sizeof memory);
     memcpy(&offset, raw + OFFSET_OF_OFFSET_ALIGN, sizeof offset);
     uint32_t larger = memory > offset ? memory : offset;
