@@ -51,7 +51,8 @@ class EngineConfig:
     resume: bool | str | None = (
         None  # True: resume; False: start fresh; "auto"; None: refuse to touch a store that exists
     )
-    update_threads: int | None = None
+    update_threads: int | None = None  # None: what this process may use (offload/threads.py)
+    update_cpus: tuple[int, ...] = ()  # processors that the update is pinned to; empty: none
     aio_backend: str = "auto"
     profile: tuple[Path, ...] = ()  # of the drives; empty: what lies in nvme_path
 
@@ -97,6 +98,19 @@ def _paths(value: Any) -> tuple[Path, ...]:
     if isinstance(value, str | os.PathLike):
         return (Path(value),)
     return tuple(Path(item) for item in value)
+
+
+def _cpus(value: Any) -> tuple[int, ...]:
+    """Processor numbers, from a sequence or as taskset lists them: "0-3,6"."""
+    try:
+        if not isinstance(value, str):
+            return tuple(sorted({int(item) for item in value}))
+        ranges = [[int(end) for end in part.split("-")] for part in value.split(",")]
+        return tuple(sorted({cpu for ends in ranges for cpu in range(ends[0], ends[-1] + 1)}))
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f'update_cpus: expected processor numbers such as [2, 3] or "2-3", got {value!r}.'
+        ) from error
 
 
 def _from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
@@ -145,6 +159,8 @@ def make_config(
             merged[key] = _dtype(merged[key], key)
     if "device" in merged:
         merged["device"] = _device(merged["device"])
+    if "update_cpus" in merged:
+        merged["update_cpus"] = _cpus(merged["update_cpus"])
     for key in ("nvme_path", "profile"):
         merged[key] = _paths(merged.get(key))
     return _checked(EngineConfig(**merged))

@@ -18,7 +18,7 @@ from offload import kernels
 from offload.cli.place import hazards, look
 from offload.cli.shell import text
 from offload.profile import find
-from offload.threads import available_cpus
+from offload.threads import Processors, plan_threads
 
 Lines = Iterator[tuple[str, str]]
 
@@ -60,9 +60,12 @@ def storage_lines(folder: Path, probe: aio.Probe) -> Lines:
 def processor_lines() -> Lines:
     yield "processor", processor_name()
     yield "kernel variant", f"{kernels.variant()} (of {', '.join(kernels.supported())})"
-    usable = len(os.sched_getaffinity(0))
-    yield "processors", f"{usable} usable of {os.cpu_count()}"
-    yield "update threads", str(available_cpus())
+    here = Processors.here()
+    yield "processors", f"{len(here.affinity)} usable of {os.cpu_count()}"
+    yield "  cgroup quota", "none" if here.quota is None else f"{here.quota:g} processors"
+    yield "  ranks here", f"{here.ranks} (LOCAL_WORLD_SIZE)"
+    beside = plan_threads(here, beside_compute=True).update
+    yield "update threads", f"{here.usable}, or {beside} beside a model on the processors"
     yield "torch threads", str(torch.get_num_threads())
     if os.environ.get("OMP_NUM_THREADS"):
         yield "  OMP_NUM_THREADS", os.environ["OMP_NUM_THREADS"]

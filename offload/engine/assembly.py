@@ -39,7 +39,7 @@ from offload.schedule.placement import (
 )
 from offload.store.extents import UnitExtents
 from offload.store.store import Store, exists
-from offload.threads import available_cpus
+from offload.threads import Processors, ThreadPlan, plan_threads
 
 _LOG = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ class Blueprint:
     formats: Formats
     placement: Placement
     device_memory: int
-    num_threads: int
+    threads: ThreadPlan
     drives: Drives
     rule: Rule
     packings: Mapping[str, Packing]  # of units by name; empty: states are as the weights are
@@ -107,7 +107,10 @@ def plan(model: nn.Module, config: EngineConfig, rule: Rule) -> Blueprint:
         found.units, found.persistent, formats, host_memory=host,
         chunk_elems=whole if packings else config.chunk_elems,
     )  # fmt: skip
-    threads = config.update_threads or available_cpus()
+    threads = plan_threads(
+        Processors.here(), beside_compute=device.type == "cpu" and config.overlap != "hold",
+        update_threads=config.update_threads, update_cpus=config.update_cpus,
+    )  # fmt: skip
     return Blueprint(
         config, model, device, compute, found, formats, placement, device_memory, threads,
         plan_drives(config), rule, packings,
@@ -282,4 +285,4 @@ def state_bytes(units: tuple[Unit, ...]) -> int:
 
 def kernel_threads(blueprint: Blueprint) -> kernels.Threads | None:
     """Threads of fills and conversions on a CPU device."""
-    return kernels.Threads(blueprint.num_threads) if blueprint.device.type == "cpu" else None
+    return kernels.Threads(blueprint.threads.fill) if blueprint.device.type == "cpu" else None

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,6 +42,7 @@ from offload.runtime.guard import ParameterGuard
 from offload.runtime.hooks import Hooks
 from offload.runtime.persistent import PersistentState
 from offload.runtime.residency import Residency
+from offload.runtime.source import FilePlace, InitialValues
 from offload.runtime.spill import Spiller, SpillFile
 from offload.schedule.placement import SUM_BYTES, grad_bytes
 from offload.store.store import Store
@@ -91,14 +92,20 @@ class Parts:
     names_by_id: dict[int, str]  # parameters
 
 
-def connect(blueprint: Blueprint, captures: Captures) -> Parts:
-    """Allocate, open, write or resume, bind.  Unmakes everything if it fails."""
+def connect(
+    blueprint: Blueprint, captures: Captures, places: Mapping[str, FilePlace]
+) -> Parts:  # fmt: skip
+    """Allocate, open, write or resume, bind.  Unmakes everything if it fails.
+
+    `places`: files that hold parameters' values.
+    """
     with contextlib.ExitStack() as closing:
         store, resumed = open_store(blueprint)
         closing.callback(store.close)
         if not resumed:
             closing.push(_remove_on_error(store))
         ground = _lay_ground(blueprint, store, resumed, captures, closing=closing)
+        _load(ground, places)
         parts = _build(ground, captures)
         ground.closing.push(closing.pop_all())
         return parts
@@ -149,7 +156,6 @@ def _bind(blueprint: Blueprint, unit: Unit) -> BoundUnit:
 
 def _build(ground: Ground, captures: Captures) -> Parts:
     blueprint = ground.blueprint
-    _load(ground)
     guard, residency = _residency(ground)
     keeper = _keeper(ground)
     ground.closing.callback(keeper.close)
@@ -180,10 +186,7 @@ def _optimization(
 ) -> tuple[Stepper, Speculator, Progress]:
     blueprint, placement = ground.blueprint, ground.blueprint.placement
     config = blueprint.config
-    threads = blueprint.num_threads
-    if blueprint.device.type == "cpu" and config.overlap != "hold":
-        threads = max(1, threads - 1)  # updates run beside the backward pass on the same cores
-    pipeline = _pipeline(ground, threads)
+    pipeline = blueprint.threads.apart(lambda: _pipeline(ground))
     ground.closing.callback(pipeline.close)
     builder = UpdateBuilder(
         pipeline, ground.ledger, keeper, ground.persistent,
@@ -205,7 +208,7 @@ def _optimization(
     return stepper, speculator, counts
 
 
-def _pipeline(ground: Ground, num_threads: int) -> Pipeline:
+def _pipeline(ground: Ground) -> Pipeline:
     """The pipeline in C, or the slow one for torch classes."""
     rule, placement = ground.blueprint.rule, ground.blueprint.placement
     if isinstance(rule, TorchRule):
@@ -216,20 +219,26 @@ def _pipeline(ground: Ground, num_threads: int) -> Pipeline:
         )  # fmt: skip
     return UpdatePipeline(
         ground.queue, ground.memory.update.view, num_slots=placement.update_slots,
-        chunk_elems=placement.chunk_elems, grad_elem_bytes=SUM_BYTES, num_threads=num_threads,
+        chunk_elems=placement.chunk_elems, grad_elem_bytes=SUM_BYTES,
+        num_threads=ground.blueprint.threads.update,
     )  # fmt: skip
 
 
-def _load(ground: Ground) -> None:
+def _load(ground: Ground, places: Mapping[str, FilePlace]) -> None:
     """Take the committed generation as it is, or make generation 0 of the model's values."""
     blueprint, small = ground.blueprint, ground.persistent
     units = blueprint.found.units
     if ground.resumed:
         read_committed(ground.ledger, ground.queue, units, small)
     else:
+        chunk_elems = blueprint.placement.chunk_elems
+        values = InitialValues(
+            blueprint.found.parameters, places, queue=ground.queue, memory=ground.memory.update,
+            chunk_elems=chunk_elems,
+        )  # fmt: skip
         write_initial(
             ground.ledger, ground.queue, units, small, slots=ground.memory.fetch,
-            chunk_elems=blueprint.placement.chunk_elems, parameters=blueprint.found.parameters,
+            chunk_elems=chunk_elems, values=values,
         )  # fmt: skip
     if small is not None:
         small.bound.hold()

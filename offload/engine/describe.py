@@ -6,6 +6,7 @@ from offload import kernels
 from offload.engine.assembly import state_bytes
 from offload.engine.connect import Parts
 from offload.partition.unit import Unit
+from offload.threads import ThreadPlan
 
 
 def describe(parts: Parts) -> str:
@@ -36,7 +37,8 @@ def describe(parts: Parts) -> str:
         f" {small.num_tensor_elems if small else 0:,} elements of small tensors stay",
         f"engine    {parts.ground.queue.backend}, blocks of {drives.block_bytes >> 10} KiB,"
         f" {drives.read_depth} + {drives.write_depth} in flight a drive ({drives.source});"
-        f" kernels {kernels.variant()}, {blueprint.num_threads} threads",
+        f" kernels {kernels.variant()}",
+        f"update    {blueprint.rule.name}; {_threads(blueprint.threads)}",
     ]
     lines += [f"left      {reason}" for reason in blueprint.found.left_alone]
     return "\n".join(lines)
@@ -46,6 +48,15 @@ def _sides(parts: Parts) -> str:
     if parts.ground.store.manifest.num_sides == 1:
         return "one side, which a crash loses"
     return "two sides"
+
+
+def _threads(threads: ThreadPlan) -> str:
+    told = [f"threads: {threads.update} update, {threads.fill} fill"]
+    if threads.update_cpus:
+        told.append(f"updates on processors {', '.join(map(str, threads.update_cpus))}")
+    if threads.update_nice:
+        told.append("updates yield to the model")
+    return "; ".join(told)
 
 
 def _largest(units: tuple[Unit, ...]) -> str:
