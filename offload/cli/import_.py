@@ -46,14 +46,14 @@ def command(
     goes on from it with resume=True.
     """
     from offload.engine.facade import OffloadEngine, leave_settings_open
-    from offload.interchange.pretrained import load_pretrained, make_empty
+    from offload.interchange.pretrained import make_empty, open_pretrained
 
     settings: dict[str, Any] = {
         "nvme_path": list(paths), "name": name, "dtype": dtype, "host_memory": host_memory,
         "param_persistence_threshold": persistence_threshold, "device": "cpu",
         "resume": False if fresh else None,
     }  # fmt: skip
-    build = load_pretrained if deepspeed is None else make_empty
+    build: Callable[..., Any] = open_pretrained if deepspeed is None else make_empty
     with shell.one_line():
         model = build(folder, scratch=paths[0], make=_function(make))
         with OffloadEngine(model, **settings) as engine:

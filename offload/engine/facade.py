@@ -48,11 +48,12 @@ from offload.errors import ConfigError, OffloadError, StateError
 from offload.interchange.deepspeed import ZeroCheckpoint
 from offload.interchange.export import export_safetensors
 from offload.interchange.notes import ModelNotes, all_names
-from offload.interchange.pretrained import load_pretrained
+from offload.interchange.pretrained import open_pretrained
 from offload.metrics import Metrics
 from offload.optim.choice import Choice, choose
 from offload.optim.optimizer import OffloadOptimizer
 from offload.runtime.hooks import is_hooked
+from offload.runtime.source import LoadedModel, unpack
 
 _LOG = logging.getLogger(__name__)
 
@@ -61,7 +62,7 @@ class OffloadEngine:
     """A model, its store, and what moves between them.  Use from one thread; close when done."""
 
     def __init__(
-        self, model: nn.Module, *, params: Any = None, lr_scheduler: Any = None,
+        self, model: nn.Module | LoadedModel, *, params: Any = None, lr_scheduler: Any = None,
         optimizer: Any = "adamw", **settings: Any,
     ) -> None:  # fmt: skip
         """Take over `model`: its parameters are written to the store and leave memory.
@@ -75,6 +76,7 @@ class OffloadEngine:
         """
         choice = choose(optimizer, params, settings)
         config = make_config(choice.rest, beside=choice.defaults)
+        model, places = unpack(model)
         _refuse_second(model)
         blueprint = plan(model, config, choice.rule)
         self.module = model
@@ -94,6 +96,7 @@ class OffloadEngine:
                 lambda: capture_late(tracked, own.param_groups),
                 Groups(lambda: _alive(me).optimizer.param_groups, lambda group: _names(me, group)),
             ),
+            places,
         )
         self._checkpoints = Checkpoints(self._parts)
         self._close = weakref.finalize(self, _close, self._parts, os.getpid())
@@ -118,7 +121,7 @@ class OffloadEngine:
         `make` builds the module where config.json does not name an architecture of transformers.
         """
         scratch = make_config({"nvme_path": settings.get("nvme_path")}).nvme_path[0]
-        return cls(load_pretrained(Path(folder), scratch=scratch, make=make), **settings)
+        return cls(open_pretrained(Path(folder), scratch=scratch, make=make), **settings)
 
     # --- the three verbs
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import aio
@@ -11,29 +10,27 @@ from offload.memory.slab import Slots
 from offload.partition.unit import Role, Unit
 from offload.runtime.initial import InitialWriter
 from offload.runtime.persistent import PersistentState
+from offload.runtime.source import InitialValues
 from offload.store import checksum
 from offload.store.format import UnitFlag
 
 
 def write_initial(
     ledger: Ledger, queue: aio.Queue, units: tuple[Unit, ...], persistent: PersistentState | None,
-    *, slots: Slots, chunk_elems: int, parameters: Mapping[str, Any],
+    *, slots: Slots, chunk_elems: int, values: InitialValues,
 ) -> None:  # fmt: skip
-    """Write the live parameters as what `commit_first` makes generation 0."""
+    """Write the model's values as what `commit_first` makes generation 0."""
     store = ledger.store
     num_sides = store.manifest.num_sides
     digests: dict[str, int] = {}
-    writer = InitialWriter(queue, slots, chunk_elems=chunk_elems)
-    for unit in units:
-
-        def place(role: Role, side: int, name: str = unit.name) -> Any:
-            return store.extent(name, role, side)
-
+    writer = InitialWriter(
+        queue, slots, values, chunk_elems=chunk_elems,
         # Frozen tensors are never written again, so each side needs them.
-        sides = range(num_sides if unit.num_elems > unit.trainable_elems else 1)
-        sums = writer.write(unit, dict(parameters), sides, place)
+        sides=lambda unit: range(num_sides if unit.num_elems > unit.trainable_elems else 1),
+        place=lambda unit, role, side: store.extent(unit.name, role, side),
+    )  # fmt: skip
+    for unit, sums in writer.write(units):
         digests[unit.name] = checksum.seal(store.files, unit.name, 0, sums)
-    writer.finish()
     if persistent is not None:
         persistent.initialise()
         for side in range(num_sides):

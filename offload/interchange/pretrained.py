@@ -5,7 +5,7 @@
     bind           each parameter becomes a mapped view of its file   bf16 and fp32, as they are
                    float16, float64 -> fp32, through a backing file
 
-An engine made of such a model streams the views into its store.  A checkpoint whose names or
+An engine made of such a model streams the files into its store.  A checkpoint whose names or
 shapes transformers converts while loading (fused experts, old names) is loaded by transformers
 itself, each tensor moving to a backing file when it is bound (`on_disk_init`).
 """
@@ -30,6 +30,7 @@ from offload.interchange.backing import BackingFile
 from offload.interchange.notes import all_names
 from offload.interchange.on_disk import on_disk_init
 from offload.interchange.safetensors_file import SafetensorsFile
+from offload.runtime.source import FilePlace, LoadedModel
 
 _LOG = logging.getLogger(__name__)
 _AS_THEY_ARE = (torch.float32, torch.bfloat16)
@@ -51,6 +52,13 @@ def load_pretrained(
     `make` builds the module (None: the architecture that config.json names, with transformers).
     Raises ConfigError, StateError or StoreError that names what is missing.
     """
+    return open_pretrained(folder, scratch=scratch, make=make).module
+
+
+def open_pretrained(
+    folder: Path, *, scratch: Path, make: Callable[[], nn.Module] | None = None
+) -> LoadedModel:
+    """`load_pretrained`, and where the files hold the weights: for an engine that is made next."""
     weights = WeightFiles.open(folder)
     model, kind = _construct(folder, make)
     places, problems = match(model, weights)
@@ -59,11 +67,12 @@ def load_pretrained(
             raise StateError(f"{folder}: {problems[0]} ({len(problems)} in all).")
         _LOG.info("%s: %s; transformers converts it while loading.", folder, problems[0])
         half = any(weights.dtype(name) in _TO_FLOAT32 for name in weights.names)
-        return _load_converted(folder, kind, scratch, torch.float32 if half else "auto")
+        converted = _load_converted(folder, kind, scratch, torch.float32 if half else "auto")
+        return LoadedModel(converted, {})
     bind(model, places, weights, scratch=scratch)
     if kind is not None:
         _finish_hugging_face(model, folder)
-    return model
+    return LoadedModel(model, weights.places(model))
 
 
 def make_empty(
@@ -136,6 +145,16 @@ class WeightFiles:
     def tensor(self, name: str) -> torch.Tensor:
         """A view of the file; writing to it changes memory only."""
         return self._files[name].tensor(name)
+
+    def places(self, model: nn.Module) -> dict[str, FilePlace]:
+        """Where the files hold the parameters that are views of them."""
+        files = set(self._files.values())
+        return {
+            name: place
+            for name, parameter in model.named_parameters()
+            for file in files
+            if (place := file.place(parameter)) is not None
+        }
 
 
 def _open(path: Path) -> SafetensorsFile:

@@ -22,6 +22,7 @@ import torch
 
 from offload.errors import ConfigError, StoreCorrupt
 from offload.partition.unit import round_up
+from offload.runtime.source import FilePlace
 
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -74,6 +75,7 @@ class SafetensorsFile:
             }
             self._map = _map(file.fileno(), num_bytes)
         self._map.madvise(mmap.MADV_SEQUENTIAL)
+        self._address = torch.frombuffer(self._map, dtype=torch.uint8).data_ptr()
 
     @property
     def entries(self) -> dict[str, TensorEntry]:
@@ -89,6 +91,16 @@ class SafetensorsFile:
         if flat.data_ptr() % entry.dtype.itemsize:
             flat = flat.clone()  # torch and the kernels want elements aligned
         return flat.view(entry.dtype).view(entry.shape)
+
+    def place(self, tensor: torch.Tensor) -> FilePlace | None:
+        """Where the file holds what `tensor` views; None: its memory is not the file's."""
+        start = tensor.data_ptr() - self._address
+        inside = 0 <= start <= len(self._map) - tensor.nbytes
+        return (
+            FilePlace(self.path, start, len(self._map))
+            if inside and tensor.is_contiguous()
+            else None
+        )
 
 
 def _map(fd: int, num_bytes: int) -> mmap.mmap:

@@ -60,10 +60,7 @@ class PersistentState:
 
     def initialise(self) -> None:
         """Take the masters from the live parameters; moments are zero."""
-        live = {
-            slot.tensor.name: parameter
-            for slot, parameter in zip(self.unit.slots, self.bound.parameters, strict=True)
-        }
+        live = (p.detach().reshape(-1) for p in self.bound.parameters if p.numel())
         whole = Chunk(0, 0, self.unit.num_elems)
         split_chunk(self.unit, whole, live, self.tensor(Role.PARAM), self.tensor(Role.MASTER_LO))
         self.tensor(Role.EXP_AVG).zero_()

@@ -13,8 +13,9 @@ from torch import nn
 from offload import OffloadEngine
 from offload.errors import ConfigError, OffloadError, StateError, StoreCorrupt, StoreError
 from offload.interchange import on_disk
-from offload.interchange.pretrained import load_pretrained
+from offload.interchange.pretrained import load_pretrained, open_pretrained
 from offload.interchange.safetensors_file import SafetensorsFile
+from offload.runtime.source import LEAST_DIRECT_ELEMS
 
 SMALL = {"vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
          "num_attention_heads": 4}  # fmt: skip
@@ -276,3 +277,45 @@ def test_an_index_that_names_a_tensor_its_file_has_not_is_refused(tmp_path):
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(StoreError, match="'gone'"):
         load_pretrained(tmp_path, scratch=tmp_path, make=models.Decoder)
+
+
+class Stack(nn.Module):
+    """Tensors of odd sizes, some of which are long enough to be read directly."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList([nn.Linear(n, 257) for n in (301, 33, 129, 8, 511)])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("chunk_elems", [16384, 40960])
+def test_weights_are_read_from_the_files_and_not_through_their_mappings(
+    dtype, chunk_elems, tmp_path
+):
+    torch.manual_seed(0)
+    saved = Stack().to(dtype)
+    save_file(saved.state_dict(), tmp_path / "model.safetensors")
+    loaded = open_pretrained(tmp_path, scratch=tmp_path, make=Stack)
+    assert set(loaded.places) == set(dict(saved.named_parameters()))
+    changed = [n for n, p in saved.named_parameters() if p.numel() >= LEAST_DIRECT_ELEMS]
+    assert 0 < len(changed) < len(loaded.places)
+    with torch.no_grad():
+        for name in changed:  # in memory, in pages of its own: nothing below may see it
+            loaded.module.get_parameter(name).fill_(7.0)
+    with open_engine(loaded, tmp_path, chunk_elems=chunk_elems, host_memory="8MiB") as engine:
+        for name, parameter in saved.named_parameters():
+            assert torch.equal(engine.full_fp32_param(name), parameter.float()), name
+
+
+def test_a_file_that_is_cut_after_it_was_opened_is_named(tmp_path):
+    def make() -> nn.Module:
+        return nn.Sequential(nn.Linear(512, 512, bias=False))
+
+    save_file(make().state_dict(), tmp_path / "model.safetensors")
+    loaded = open_pretrained(tmp_path, scratch=tmp_path, make=make)
+    os.truncate(tmp_path / "model.safetensors", 1 << 19)
+    drive = tmp_path / "drive"
+    drive.mkdir()
+    with pytest.raises(StoreError, match=r"(?s)model.safetensors.*expected.*load again"):
+        open_engine(loaded, drive)
+    assert not list(drive.iterdir())
