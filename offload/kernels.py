@@ -1,7 +1,8 @@
 """The boundary to the update kernels of csrc/simd: check every tensor, then pass its address.
 
-    adam_split   hi, lo, exp_avg, exp_avg_sq <- one fused update      (split master: DESIGN T2)
-    adam_whole   master, weight, exp_avg, exp_avg_sq <- the same      (fp16 models, fp32 training)
+    update       master, states <- one fused update by a row's algorithm and the states' formats
+    adam_split, adam_whole            the same for Adam with fp32 moments
+    state_decode, state_encode        a state from and to fp32
     grad_take    dst <- round(src), or dst += round(src), with the sum of squares of the result
     convert, join, split                                              change of format
 
@@ -13,8 +14,10 @@ OFFLOAD_SIMD forces one.  Any thread may call a kernel, but one `Threads` serves
 from __future__ import annotations
 
 import errno
+import hashlib
 import os
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from types import TracebackType
@@ -31,16 +34,25 @@ Array = torch.Tensor | npt.NDArray[Any]
 
 VARIANTS = ("avx512", "avx2", "neon", "portable")  # best first
 
-ADAM_ROW = np.dtype(
+ROW = np.dtype(
     [
-        (name, np.float32)
-        for name in (
-            "grad_scale", "l2", "decay", "beta1", "one_minus_beta1", "beta2", "one_minus_beta2",
-            "step_size", "inv_sqrt_bias2", "eps",
-        )
+        ("algorithm", np.uint32),
+        ("step", np.uint32),
+        *(
+            (name, np.float32)
+            for name in (
+                "grad_scale", "l2", "decay", "beta1", "one_minus_beta1", "beta2",
+                "one_minus_beta2", "step_size", "inv_sqrt_bias2", "eps",
+            )
+        ),
     ]
 )  # fmt: skip
-"""One row of hyper-parameters: `struct simd_adam_row`."""
+"""One row of hyper-parameters, whatever the algorithm: `struct simd_row`."""
+
+ADAM_ROW = ROW
+
+BLOCK_ELEMS: int = lib.SIMD_BLOCK
+"""Elements that share a scale in the formats of eight bits."""
 
 NORM = np.dtype(
     [
@@ -54,6 +66,10 @@ NORM = np.dtype(
 
 _FORMATS = {"float32": lib.SIMD_F32, "bfloat16": lib.SIMD_BF16, "float16": lib.SIMD_F16}
 _FLOATS = tuple(_FORMATS)
+_STATES = {
+    "float32": lib.SIMD_F32, "bfloat16": lib.SIMD_BF16, "uint16": lib.SIMD_BF16,  # bf16's bits
+    "int8": lib.SIMD_I8, "uint8": lib.SIMD_U8,
+}  # fmt: skip
 _HIGH = ("bfloat16", "uint16", "int16")
 _LOW = ("int16",)
 _HALVES = ("bfloat16", "float16")
@@ -152,7 +168,8 @@ def adam_row(
     """
     if step < 1:
         raise StateError(f"Adam step count: expected >= 1, got {step}. Count the step before it.")
-    row = np.zeros((), ADAM_ROW)
+    row = np.zeros((), ROW)
+    row["algorithm"], row["step"] = lib.SIMD_ADAM, step % 2**32
     row["grad_scale"] = grad_scale
     row["l2"] = 0.0 if decoupled else weight_decay
     row["decay"] = 1.0 - lr * weight_decay if decoupled else 1.0
@@ -203,6 +220,121 @@ class Norm:
         return ffi.cast("simd_norm *", self.sums.ctypes.data + index * NORM.itemsize)
 
 
+@dataclass(frozen=True)
+class Split:
+    """A master in two halves, updated in place (DESIGN T2)."""
+
+    hi: Array  # (n,) bf16, or its bits as uint16 or int16: the weight
+    lo: Array  # (n,) int16
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A master that is kept whole, updated in place."""
+
+    master: Array  # (n,) fp32
+    weight: Array | None = None  # (n,) bf16 or fp16, written only: the master, rounded
+
+
+@dataclass(frozen=True)
+class State:
+    """One state of an algorithm, updated in place; the type of `data` is its format.
+
+    In eight bits (int8, or uint8 for what is never negative) each block of BLOCK_ELEMS elements
+    has a scale.
+    """
+
+    name: str
+    data: Array  # (n,) fp32, bf16, int8 or uint8
+    scale: Array | None = None  # (ceil(n / 256),) fp32
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where in which tensor a piece begins: with the step it chooses how state is rounded."""
+
+    key: int = 0  # tensor_key(name)
+    first: int = 0  # element; in eight bits a multiple of BLOCK_ELEMS
+
+
+def tensor_key(name: str) -> int:
+    """Hash the name of a parameter to the 64 bits that its rounding is keyed by."""
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
+
+
+def update(
+    master: Split | Whole,
+    states: Sequence[State],  # as the algorithm of `row` wants them; Adam: exp_avg, exp_avg_sq
+    grad: Array,  # (n,) bf16, fp16 or fp32; read only
+    *,
+    row: np.void,  # ROW
+    origin: Origin = Origin(),
+    threads: Threads | None = None,
+) -> bool:
+    """Update master and states in one pass.
+
+    True: a master, its rounded weight, or a state in eight bits became Inf or NaN.
+    """
+    at = ffi.new("simd_streams *")
+    checked = [*_place_master(at, master), *_place_states(at, states, origin)]
+    gradient = _check("grad", grad, _FLOATS)
+    num_elems = _same_size(*checked, gradient)
+    at.grad, at.grad_format = gradient.cast("void *"), gradient.format
+    at.key, at.first = origin.key, origin.first
+    kept = _kept(row)
+    arguments = (at, num_elems, ffi.cast("simd_row *", kept.ctypes.data))
+    if threads is None:
+        return bool(_status("update", lib.simd_update(*arguments)))
+    return bool(_status("update", lib.simd_pool_update(threads.pool, *arguments)))
+
+
+def _place_master(at: Any, master: Split | Whole) -> list[_Flat]:
+    if isinstance(master, Split):
+        high = _check("hi", master.hi, _HIGH, writes=True)
+        low = _check("lo", master.lo, _LOW, writes=True)
+        # Of nothing, an address may be none: the halves' presence says that the master is split.
+        at.hi, at.lo = ffi.cast("uint16_t *", high.address or 2), low.cast("int16_t *")
+        return [high, low]
+    whole = _check("master", master.master, _F32, writes=True)
+    at.master = whole.cast("float *")
+    if master.weight is None:
+        return [whole]
+    copy = _check("weight", master.weight, _HALVES, writes=True)
+    at.weight, at.weight_format = copy.cast("void *"), copy.format
+    return [whole, copy]
+
+
+def _place_states(at: Any, states: Sequence[State], origin: Origin) -> list[_Flat]:
+    found = []
+    if len(states) > 2:
+        raise StateError(f"states: expected at most 2, got {len(states)}.")
+    for index, state in enumerate(states):
+        data = _check(state.name, state.data, tuple(_STATES), writes=True)
+        at.state[index], at.state_format[index] = data.cast("void *"), _STATES[data.dtype]
+        if (scale := _check_scale(state, data, origin.first, writes=True)) is not None:
+            at.scale[index] = scale.cast("float *")
+        found.append(data)
+    return found
+
+
+def _check_scale(state: State, data: _Flat, first: int, *, writes: bool = False) -> _Flat | None:
+    """Refuse scales where there are none, or another number of them than of blocks."""
+    blocked = data.dtype in ("int8", "uint8")
+    if blocked is (state.scale is None):
+        wanted = "scales" if blocked else "no scales"
+        raise StateError(f"{state.name}: expected {wanted} with {data.dtype}.")
+    if state.scale is None:
+        return None
+    scale = _check(f"scale of {state.name}", state.scale, _F32, writes=writes)
+    num_blocks = -(-data.num_elems // BLOCK_ELEMS)
+    if scale.num_elems != num_blocks or first % BLOCK_ELEMS:
+        raise StateError(
+            f"scale of {state.name}: expected {num_blocks} scales, for blocks of {BLOCK_ELEMS} from"
+            f" the tensor's first element, got {scale.num_elems}, from element {first}."
+        )
+    return scale
+
+
 def adam_split(
     hi: Array,  # (n,) bf16, or its bits as uint16 or int16: the weight
     lo: Array,  # (n,) int16: low half of the fp32 master
@@ -210,26 +342,12 @@ def adam_split(
     exp_avg_sq: Array,  # (n,) fp32
     grad: Array,  # (n,) bf16, fp16 or fp32; read only
     *,
-    row: np.void,  # ADAM_ROW
+    row: np.void,  # ROW
     threads: Threads | None = None,
 ) -> bool:
-    """Update weight, master and moments in one pass; True if a master became Inf or NaN."""
-    high = _check("hi", hi, _HIGH, writes=True)
-    low = _check("lo", lo, _LOW, writes=True)
-    mean = _check("exp_avg", exp_avg, _F32, writes=True)
-    square = _check("exp_avg_sq", exp_avg_sq, _F32, writes=True)
-    gradient = _check("grad", grad, _FLOATS)
-    num_elems = _same_size(high, low, mean, square, gradient)
-    kept = _kept(row)
-    arguments = (
-        high.cast("uint16_t *"), low.cast("int16_t *"), mean.cast("float *"),
-        square.cast("float *"),
-        gradient.cast("void *"), gradient.format, num_elems,
-        ffi.cast("simd_adam_row *", kept.ctypes.data),
-    )  # fmt: skip
-    if threads is None:
-        return bool(_status("adam_split", lib.simd_adam_split(*arguments)))
-    return bool(_status("adam_split", lib.simd_pool_adam_split(threads.pool, *arguments)))
+    """Update weight, master and fp32 moments; True if a master became Inf or NaN."""
+    states = _fp32_moments(exp_avg, exp_avg_sq)
+    return update(Split(hi, lo), states, grad, row=row, threads=threads)
 
 
 def adam_whole(
@@ -238,31 +356,69 @@ def adam_whole(
     exp_avg_sq: Array,  # (n,) fp32
     grad: Array,  # (n,) bf16, fp16 or fp32; read only
     *,
-    row: np.void,  # ADAM_ROW
+    row: np.void,  # ROW
     weight: Array | None = None,  # (n,) bf16 or fp16, written only: the master, rounded
     threads: Threads | None = None,
 ) -> bool:
     """Update a master that is kept whole; True if it, or its rounded weight, became Inf or NaN."""
-    whole = _check("master", master, _F32, writes=True)
-    copy = whole if weight is None else _check("weight", weight, _HALVES, writes=True)
-    mean = _check("exp_avg", exp_avg, _F32, writes=True)
-    square = _check("exp_avg_sq", exp_avg_sq, _F32, writes=True)
-    gradient = _check("grad", grad, _FLOATS)
-    num_elems = _same_size(whole, copy, mean, square, gradient)
-    kept = _kept(row)
-    arguments = (
-        whole.cast("float *"), copy.cast("void *"), copy.format, mean.cast("float *"),
-        square.cast("float *"), gradient.cast("void *"), gradient.format, num_elems,
-        ffi.cast("simd_adam_row *", kept.ctypes.data),
+    states = _fp32_moments(exp_avg, exp_avg_sq)
+    return update(Whole(master, weight), states, grad, row=row, threads=threads)
+
+
+def _fp32_moments(exp_avg: Array, exp_avg_sq: Array) -> list[State]:
+    for name, moment in (("exp_avg", exp_avg), ("exp_avg_sq", exp_avg_sq)):
+        _check(name, moment, _F32)
+    return [State("exp_avg", exp_avg), State("exp_avg_sq", exp_avg_sq)]
+
+
+def state_decode(state: State, dst: Array) -> None:
+    """Write a state to `dst`, (n,) fp32."""
+    data, target = (
+        _check(state.name, state.data, tuple(_STATES)),
+        _check("dst", dst, _F32, writes=True),
+    )
+    scale = _check_scale(state, data, 0)
+    error = lib.simd_state_decode(
+        data.cast("void *"), ffi.NULL if scale is None else scale.cast("float *"),
+        _STATES[data.dtype], target.cast("float *"), _same_size(data, target),
     )  # fmt: skip
-    if threads is None:
-        return bool(_status("adam_whole", lib.simd_adam_whole(*arguments)))
-    return bool(_status("adam_whole", lib.simd_pool_adam_whole(threads.pool, *arguments)))
+    _status("state_decode", error)
+
+
+def state_encode(
+    src: Array, state: State, *, index: int, step: int, origin: Origin = Origin()
+) -> bool:
+    """Write `src`, (n,) fp32, to a state, rounded as an update at `step` would round state `index`.
+
+    True: Inf or NaN cannot be encoded in eight bits; their blocks became NaN.
+    """
+    source = _check("src", src, _F32)
+    data = _check(state.name, state.data, tuple(_STATES), writes=True)
+    scale = _check_scale(state, data, origin.first, writes=True)
+    status = lib.simd_state_encode(
+        source.cast("float *"), data.cast("void *"),
+        ffi.NULL if scale is None else scale.cast("float *"), _STATES[data.dtype],
+        _same_size(source, data), origin.key, origin.first, step % 2**32, index,
+    )  # fmt: skip
+    return bool(_status("state_encode", status))
+
+
+def rounding_numbers(
+    num_elems: int, dtype: str, *, index: int, step: int, origin: Origin
+) -> npt.NDArray[np.uint32]:
+    """The numbers, of 16 (bfloat16) or 20 bits, that elements are rounded with; for tests."""
+    numbers = np.empty(num_elems, np.uint32)
+    error = lib.simd_random(
+        origin.key, origin.first, step % 2**32, _STATES[dtype], index,
+        ffi.cast("uint32_t *", numbers.ctypes.data), num_elems,
+    )  # fmt: skip
+    _status("rounding_numbers", error)
+    return numbers
 
 
 def _kept(row: np.void) -> npt.NDArray[Any]:
     """The row in memory that stays for the call."""
-    if getattr(row, "dtype", None) != ADAM_ROW:
+    if getattr(row, "dtype", None) != ROW:
         raise StateError(f"row: expected a value of adam_row(), got {type(row).__name__}.")
     return np.array(row)
 

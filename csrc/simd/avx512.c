@@ -30,17 +30,39 @@ VEC void vf_store_f16(void *at, vf x) { _mm256_storeu_si256(at, _mm512_cvtps_ph(
 
 VEC vi vi_load_u16(const void *at) { return _mm512_cvtepu16_epi32(_mm256_loadu_si256(at)); }
 VEC vi vi_load_s16(const void *at) { return _mm512_cvtepi16_epi32(_mm256_loadu_si256(at)); }
+VEC vi vi_load(const void *at) { return _mm512_loadu_si512(at); }
+VEC void vi_store(void *at, vi x) { _mm512_storeu_si512(at, x); }
+VEC vi vi_load_u8(const void *at) { return _mm512_cvtepu8_epi32(_mm_loadu_si128(at)); }
+VEC vi vi_load_s8(const void *at) { return _mm512_cvtepi8_epi32(_mm_loadu_si128(at)); }
 VEC void vi_store_16(void *at, vi x) { _mm256_storeu_si256(at, _mm512_cvtepi32_epi16(x)); }
 VEC vi vi_set(uint32_t x) { return _mm512_set1_epi32((int)x); }
 VEC vi vi_add(vi a, vi b) { return _mm512_add_epi32(a, b); }
+VEC vi vi_abs(vi a) { return _mm512_abs_epi32(a); }
+VEC vi vi_sign(vi a, vi b) { return _mm512_mask_sub_epi32(a, _mm512_movepi32_mask(b), _mm512_setzero_si512(), a); }
 VEC vi vi_and(vi a, vi b) { return _mm512_and_si512(a, b); }
+VEC vi vi_xor(vi a, vi b) { return _mm512_xor_si512(a, b); }
+VEC vi vi_mul(vi a, vi b) { return _mm512_mullo_epi32(a, b); }
 VEC vi vi_max(vi a, vi b) { return _mm512_max_epi32(a, b); }
+VEC vi vi_min(vi a, vi b) { return _mm512_min_epi32(a, b); }
 VEC vi vi_shl16(vi a) { return _mm512_slli_epi32(a, 16); }
 VEC vi vi_shr16(vi a) { return _mm512_srli_epi32(a, 16); }
+VEC vi vi_shr12(vi a) { return _mm512_srli_epi32(a, 12); }
+VEC vi vi_shr15(vi a) { return _mm512_srli_epi32(a, 15); }
+VEC vi vi_shl20(vi a) { return _mm512_slli_epi32(a, 20); }
+VEC vi vi_shr20(vi a) { return _mm512_srli_epi32(a, 20); }
 VEC vi vi_pick_gt(vi a, vi b, vi yes, vi no) { return _mm512_mask_mov_epi32(no, _mm512_cmpgt_epi32_mask(a, b), yes); }
 VEC int vi_any_ge(vi a, int32_t limit) { return _mm512_cmpge_epi32_mask(a, _mm512_set1_epi32(limit)) != 0; }
 VEC vi vf_bits(vf x) { return _mm512_castps_si512(x); }
 VEC vf vf_from_bits(vi x) { return _mm512_castsi512_ps(x); }
+
+VEC void turn_store_16(void *at, const vi x[2]) {
+    for (size_t i = 0; i < 2; i++)
+        _mm256_storeu_si256((__m256i *)at + i, _mm512_cvtepi32_epi16(x[i]));
+}
+VEC void turn_store_8(void *at, const vi x[2]) {
+    for (size_t i = 0; i < 2; i++)
+        _mm_storeu_si128((__m128i *)at + i, _mm512_cvtepi32_epi8(x[i]));
+}
 
 VEC lanes lanes_load(const double *sums) { return (lanes){_mm512_loadu_pd(sums), _mm512_loadu_pd(sums + 8)}; }
 VEC void lanes_store(double *sums, lanes open) {

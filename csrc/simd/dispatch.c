@@ -82,21 +82,33 @@ int simd_select(const char *name) {
     return found ? 0 : -EINVAL;
 }
 
-int simd_adam_split(uint16_t *hi, int16_t *lo, float *exp_avg, float *exp_avg_sq, const void *grad, int grad_format,
-                    size_t n, const simd_adam_row *row) {
-    const simd_adam_streams at = {.hi = hi, .lo = lo, .exp_avg = exp_avg, .exp_avg_sq = exp_avg_sq, .grad = grad};
-    if (!simd_format_valid(grad_format))
-        return -EINVAL;
-    return simd_current()->adam(at, (simd_adam_shape){1, SIMD_BF16, grad_format}, n, row);
+static int is_8_bits(int format) { return format == SIMD_I8 || format == SIMD_U8; }
+
+static int streams_valid(const simd_streams *at, size_t n, const simd_row *row) {
+    static const int states_of[SIMD_NUM_ALGORITHMS] = {2};
+    if (!simd_format_valid(at->grad_format) || !simd_format_valid(at->weight_format))
+        return 0;
+    if (row->algorithm >= SIMD_NUM_ALGORITHMS)
+        return 0;
+    for (int i = 0; i < SIMD_STATES; i++) {
+        if (!simd_state_format_valid(at->state_format[i]) || (n && i < states_of[row->algorithm] && !at->state[i]))
+            return 0;
+        if (at->state[i] && is_8_bits(at->state_format[i]) && (!at->scale[i] || at->first % SIMD_BLOCK))
+            return 0;
+    }
+    return 1;
 }
 
-int simd_adam_whole(float *master, void *weight, int weight_format, float *exp_avg, float *exp_avg_sq, const void *grad,
-                    int grad_format, size_t n, const simd_adam_row *row) {
-    const simd_adam_streams at = {
-        .master = master, .weight = weight, .exp_avg = exp_avg, .exp_avg_sq = exp_avg_sq, .grad = grad};
-    if (!simd_format_valid(grad_format) || !simd_format_valid(weight_format))
+int simd_update(const simd_streams *at, size_t n, const simd_row *row) {
+    if (!streams_valid(at, n, row))
         return -EINVAL;
-    return simd_current()->adam(at, (simd_adam_shape){0, weight_format, grad_format}, n, row);
+    return n ? simd_current()->update(*at, n, row) : SIMD_OK;
+}
+
+int simd_pool_update(simd_pool *pool, const simd_streams *at, size_t n, const simd_row *row) {
+    if (!streams_valid(at, n, row))
+        return -EINVAL;
+    return simd_pool_run_update(pool, at, n, row);
 }
 
 int simd_convert(const void *src, int src_format, void *dst, int dst_format, size_t n) {

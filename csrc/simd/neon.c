@@ -35,16 +35,42 @@ VEC void vf_store_f16(void *at, vf x) { store_16(at, vreinterpret_u16_f16(vcvt_f
 VEC vi vi_load_u16(const void *at) { return vreinterpretq_s32_u32(vmovl_u16(load_16(at))); }
 VEC vi vi_load_s16(const void *at) { return vmovl_s16(vreinterpret_s16_u16(load_16(at))); }
 VEC void vi_store_16(void *at, vi x) { store_16(at, vmovn_u32(vreinterpretq_u32_s32(x))); }
+VEC void vi_store(void *at, vi x) { vst1q_u8(at, vreinterpretq_u8_s32(x)); }
+VEC vi vi_load_u8(const void *at) {
+    return vreinterpretq_s32_u32(vmovl_u16(vget_low_u16(vmovl_u8(vcreate_u8(simd_load_u32(at))))));
+}
+VEC vi vi_load_s8(const void *at) { return vmovl_s16(vget_low_s16(vmovl_s8(vcreate_s8(simd_load_u32(at))))); }
 VEC vi vi_set(uint32_t x) { return vreinterpretq_s32_u32(vdupq_n_u32(x)); }
 VEC vi vi_add(vi a, vi b) { return vaddq_s32(a, b); }
+VEC vi vi_abs(vi a) { return vabsq_s32(a); }
+VEC vi vi_sign(vi a, vi b) { return vbslq_s32(vcltzq_s32(b), vnegq_s32(a), a); }
 VEC vi vi_and(vi a, vi b) { return vandq_s32(a, b); }
+VEC vi vi_xor(vi a, vi b) { return veorq_s32(a, b); }
+VEC vi vi_mul(vi a, vi b) { return vmulq_s32(a, b); }
 VEC vi vi_max(vi a, vi b) { return vmaxq_s32(a, b); }
+VEC vi vi_min(vi a, vi b) { return vminq_s32(a, b); }
 VEC vi vi_shl16(vi a) { return vshlq_n_s32(a, 16); }
 VEC vi vi_shr16(vi a) { return vreinterpretq_s32_u32(vshrq_n_u32(vreinterpretq_u32_s32(a), 16)); }
+VEC vi vi_shr12(vi a) { return vreinterpretq_s32_u32(vshrq_n_u32(vreinterpretq_u32_s32(a), 12)); }
+VEC vi vi_shr15(vi a) { return vreinterpretq_s32_u32(vshrq_n_u32(vreinterpretq_u32_s32(a), 15)); }
+VEC vi vi_shl20(vi a) { return vshlq_n_s32(a, 20); }
+VEC vi vi_shr20(vi a) { return vreinterpretq_s32_u32(vshrq_n_u32(vreinterpretq_u32_s32(a), 20)); }
 VEC vi vi_pick_gt(vi a, vi b, vi yes, vi no) { return vbslq_s32(vcgtq_s32(a, b), yes, no); }
 VEC int vi_any_ge(vi a, int32_t limit) { return vmaxvq_s32(a) >= limit; }
 VEC vi vf_bits(vf x) { return vreinterpretq_s32_f32(x); }
 VEC vf vf_from_bits(vi x) { return vreinterpretq_f32_s32(x); }
+
+VEC uint16x8_t narrow(vi a, vi b) {
+    return vcombine_u16(vmovn_u32(vreinterpretq_u32_s32(a)), vmovn_u32(vreinterpretq_u32_s32(b)));
+}
+VEC void turn_store_16(void *at, const vi x[8]) {
+    for (size_t i = 0; i < 4; i++)
+        vst1q_u8((uint8_t *)at + 16 * i, vreinterpretq_u8_u16(narrow(x[2 * i], x[2 * i + 1])));
+}
+VEC void turn_store_8(void *at, const vi x[8]) {
+    for (size_t i = 0; i < 4; i++)
+        vst1_u8((uint8_t *)at + 8 * i, vmovn_u16(narrow(x[2 * i], x[2 * i + 1])));
+}
 
 VEC lanes lanes_load(const double *sums) {
     lanes open;

@@ -22,9 +22,8 @@
 struct task {
     int (*run)(const struct task *task, size_t first, size_t n);
     size_t n, tile;
-    simd_adam_streams adam;
-    simd_adam_shape shape;
-    const simd_adam_row *row;
+    simd_streams streams;
+    const simd_row *row;
     const void *src;
     void *dst;
     int src_format, dst_format;
@@ -161,32 +160,14 @@ static int pool_run(struct simd_pool *pool, struct task task) {
     return status;
 }
 
-static int run_adam(const struct task *task, size_t first, size_t n) {
-    return simd_current()->adam(simd_adam_from(task->adam, task->shape, first), task->shape, n, task->row);
+static int run_update(const struct task *task, size_t first, size_t n) {
+    return simd_current()->update(simd_streams_from(task->streams, first), n, task->row);
 }
 
-int simd_pool_adam_split(simd_pool *pool, uint16_t *hi, int16_t *lo, float *exp_avg, float *exp_avg_sq, const void *grad,
-                         int grad_format, size_t n, const simd_adam_row *row) {
-    if (!simd_format_valid(grad_format))
-        return -EINVAL;
-    return pool_run(pool, (struct task){.run = run_adam,
-                                        .n = n,
-                                        .adam = {.hi = hi, .lo = lo, .exp_avg = exp_avg, .exp_avg_sq = exp_avg_sq,
-                                                 .grad = grad},
-                                        .shape = {1, SIMD_BF16, grad_format},
-                                        .row = row});
-}
-
-int simd_pool_adam_whole(simd_pool *pool, float *master, void *weight, int weight_format, float *exp_avg,
-                         float *exp_avg_sq, const void *grad, int grad_format, size_t n, const simd_adam_row *row) {
-    if (!simd_format_valid(grad_format) || !simd_format_valid(weight_format))
-        return -EINVAL;
-    return pool_run(pool, (struct task){.run = run_adam,
-                                        .n = n,
-                                        .adam = {.master = master, .weight = weight, .exp_avg = exp_avg,
-                                                 .exp_avg_sq = exp_avg_sq, .grad = grad},
-                                        .shape = {0, weight_format, grad_format},
-                                        .row = row});
+int simd_pool_run_update(simd_pool *pool, const simd_streams *at, size_t n, const simd_row *row) {
+    if (n == 0)
+        return SIMD_OK;
+    return pool_run(pool, (struct task){.run = run_update, .n = n, .streams = *at, .row = row});
 }
 
 static int run_convert(const struct task *task, size_t first, size_t n) {
@@ -206,13 +187,13 @@ int simd_pool_convert(simd_pool *pool, const void *src, int src_format, void *ds
 }
 
 static int run_join(const struct task *task, size_t first, size_t n) {
-    return simd_join(task->adam.hi + first, task->adam.lo + first, (float *)task->dst + first, n);
+    return simd_join(task->streams.hi + first, task->streams.lo + first, (float *)task->dst + first, n);
 }
 
-/* The halves are only read: `adam` is where a task keeps them. */
+/* The halves are only read: `streams` is where a task keeps them. */
 int simd_pool_join(simd_pool *pool, const uint16_t *hi, const int16_t *lo, float *dst, size_t n) {
     return pool_run(pool, (struct task){.run = run_join,
                                         .n = n,
-                                        .adam = {.hi = (uint16_t *)(uintptr_t)hi, .lo = (int16_t *)(uintptr_t)lo},
+                                        .streams = {.hi = (uint16_t *)(uintptr_t)hi, .lo = (int16_t *)(uintptr_t)lo},
                                         .dst = dst});
 }

@@ -26,16 +26,38 @@ static inline vf vf_fnma(vf a, vf b, vf c) { return fmaf(-a, b, c); }
 static inline vi vi_load_u16(const void *at) { return simd_load_u16(at); }
 static inline vi vi_load_s16(const void *at) { return (int16_t)simd_load_u16(at); }
 static inline void vi_store_16(void *at, vi x) { memcpy(at, &(uint16_t){(uint16_t)x}, 2); }
+static inline vi vi_load(const void *at) { return (vi)simd_load_u32(at); }
+static inline void vi_store(void *at, vi x) { memcpy(at, &x, sizeof x); }
+static inline vi vi_load_u8(const void *at) { return *(const uint8_t *)at; }
+static inline vi vi_load_s8(const void *at) { return *(const int8_t *)at; }
 static inline vi vi_set(uint32_t x) { return (vi)x; }
 static inline vi vi_add(vi a, vi b) { return (vi)((uint32_t)a + (uint32_t)b); }
+static inline vi vi_abs(vi a) { return a < 0 ? -a : a; }
+static inline vi vi_sign(vi a, vi b) { return b < 0 ? -a : a; }
 static inline vi vi_and(vi a, vi b) { return a & b; }
+static inline vi vi_xor(vi a, vi b) { return a ^ b; }
+static inline vi vi_mul(vi a, vi b) { return (vi)((uint32_t)a * (uint32_t)b); }
 static inline vi vi_max(vi a, vi b) { return a > b ? a : b; }
+static inline vi vi_min(vi a, vi b) { return a < b ? a : b; }
 static inline vi vi_shl16(vi a) { return (vi)((uint32_t)a << 16); }
 static inline vi vi_shr16(vi a) { return (vi)((uint32_t)a >> 16); }
+static inline vi vi_shr12(vi a) { return (vi)((uint32_t)a >> 12); }
+static inline vi vi_shr15(vi a) { return (vi)((uint32_t)a >> 15); }
+static inline vi vi_shl20(vi a) { return (vi)((uint32_t)a << 20); }
+static inline vi vi_shr20(vi a) { return (vi)((uint32_t)a >> 20); }
 static inline vi vi_pick_gt(vi a, vi b, vi yes, vi no) { return a > b ? yes : no; }
 static inline int vi_any_ge(vi a, int32_t limit) { return a >= limit; }
 static inline vi vf_bits(vf x) { return (vi)simd_load_u32(&x); }
 static inline vf vf_from_bits(vi x) { return simd_load_f32(&x); }
+
+static inline void turn_store_16(void *at, const vi *x) {
+    for (size_t i = 0; i < SIMD_TURN; i++)
+        vi_store_16((char *)at + 2 * i, x[i]);
+}
+static inline void turn_store_8(void *at, const vi *x) {
+    for (size_t i = 0; i < SIMD_TURN; i++)
+        ((uint8_t *)at)[i] = (uint8_t)x[i];
+}
 
 /* Half precision by hand: exponent 5 bits (bias 15), fraction 10. */
 static inline vf vf_load_f16(const void *at) {

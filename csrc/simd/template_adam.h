@@ -4,7 +4,7 @@ struct adam_factors {
     vf grad_scale, l2, decay, beta1, one_minus_beta1, beta2, one_minus_beta2, step_size, inv_sqrt_bias2, eps;
 };
 
-OP struct adam_factors adam_factors(const simd_adam_row *row) {
+OP struct adam_factors adam_factors(const simd_row *row) {
     return (struct adam_factors){
         vf_set(row->grad_scale),      vf_set(row->l2),    vf_set(row->decay),           vf_set(row->beta1),
         vf_set(row->one_minus_beta1), vf_set(row->beta2), vf_set(row->one_minus_beta2), vf_set(row->step_size),
@@ -149,7 +149,7 @@ OP void adam_prefetch(simd_adam_streams at, simd_adam_shape shape) {
     prefetch(at.grad, simd_format_bytes(shape.grad_format));
 }
 
-OP int adam_loop(simd_adam_streams at, simd_adam_shape shape, size_t n, const simd_adam_row *row) {
+OP int adam_loop(simd_adam_streams at, simd_adam_shape shape, size_t n, const simd_row *row) {
     const struct adam_factors k = adam_factors(row);
     int status = SIMD_OK;
     for (; n >= SIMD_TURN; n -= SIMD_TURN) {
@@ -161,7 +161,7 @@ OP int adam_loop(simd_adam_streams at, simd_adam_shape shape, size_t n, const si
 }
 
 OP int adam_grad(simd_adam_streams at, int is_split, int weight_format, int grad_format, size_t n,
-                 const simd_adam_row *row) {
+                 const simd_row *row) {
     if (grad_format == SIMD_BF16)
         return adam_loop(at, (simd_adam_shape){is_split, weight_format, SIMD_BF16}, n, row);
     if (grad_format == SIMD_F16)
@@ -169,7 +169,7 @@ OP int adam_grad(simd_adam_streams at, int is_split, int weight_format, int grad
     return adam_loop(at, (simd_adam_shape){is_split, weight_format, SIMD_F32}, n, row);
 }
 
-TARGET static int adam(simd_adam_streams at, simd_adam_shape shape, size_t n, const simd_adam_row *row) {
+TARGET static int adam(simd_adam_streams at, simd_adam_shape shape, size_t n, const simd_row *row) {
     if (shape.is_split)
         return adam_grad(at, 1, SIMD_BF16, shape.grad_format, n, row);
     if (shape.weight_format == SIMD_BF16)

@@ -73,7 +73,7 @@ struct update_job {
     update_job *next, *previous; /* the pipeline's list */
     update_chunk *chunks;
     update_segment *segments;
-    simd_adam_row *rows;
+    simd_row *rows;
     struct unit *units;
     uint32_t *order; /* chunks as they were admitted */
     uint64_t *starts; /* of each chunk, in elements of its unit */

@@ -68,6 +68,9 @@ typedef struct update_segment {
     uint32_t start; /* elements from the chunk's first */
     uint32_t num_elems;
     uint32_t row; /* into the job's rows */
+    uint32_t reserved;
+    uint64_t key;   /* of the tensor, and the element of it with which the segment begins: they choose the numbers with */
+    uint64_t first; /* which state is rounded (simd.h) */
 } update_segment;
 
 typedef struct update_stats {
@@ -108,7 +111,7 @@ typedef struct update_config {
 typedef struct update_work {
     const update_chunk *chunks;
     const update_segment *segments;
-    const simd_adam_row *rows;
+    const simd_row *rows;
     const uint8_t *released; /* num_units flags; a unit with 0 runs up to its kernel and waits for update_release */
     uint32_t num_chunks;
     uint32_t num_segments;

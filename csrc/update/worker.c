@@ -51,13 +51,18 @@ struct totals {
 static void run_segment(struct slot *slot, const update_segment *segment, struct totals *totals)
 {
     const update_stream *grad = &slot_chunk(slot)->streams[UPDATE_GRAD];
-    size_t start = segment->start;
-    int rc = simd_pool_adam_split(slot->pipeline->pool, (uint16_t *)update_stream_memory(slot, UPDATE_PARAM) + start,
-                                  (int16_t *)update_stream_memory(slot, UPDATE_MASTER_LO) + start,
-                                  (float *)update_stream_memory(slot, UPDATE_EXP_AVG) + start,
-                                  (float *)update_stream_memory(slot, UPDATE_EXP_AVG_SQ) + start,
-                                  (uint8_t *)update_stream_memory(slot, UPDATE_GRAD) + start * grad->elem_bytes,
-                                  (int)grad->format, segment->num_elems, &slot->job->rows[segment->row]);
+    const size_t start = segment->start;
+    const simd_streams at = {
+        .hi = (uint16_t *)update_stream_memory(slot, UPDATE_PARAM) + start,
+        .lo = (int16_t *)update_stream_memory(slot, UPDATE_MASTER_LO) + start,
+        .state = {(float *)update_stream_memory(slot, UPDATE_EXP_AVG) + start,
+                  (float *)update_stream_memory(slot, UPDATE_EXP_AVG_SQ) + start},
+        .grad = (uint8_t *)update_stream_memory(slot, UPDATE_GRAD) + start * grad->elem_bytes,
+        .grad_format = grad->format,
+        .key = segment->key,
+        .first = segment->first,
+    };
+    int rc = simd_pool_update(slot->pipeline->pool, &at, segment->num_elems, &slot->job->rows[segment->row]);
     totals->elems += segment->num_elems;
     totals->nonfinite += rc == SIMD_NONFINITE;
     if (rc < 0)

@@ -17,6 +17,7 @@ from _offload_native import lib
 from numpy.typing import NDArray
 
 import aio
+from offload.kernels import tensor_key
 from offload.optim.pipeline import (
     AFTER_RELEASE,
     CHUNK,
@@ -92,12 +93,14 @@ class UnitTemplate:
         chunk_of_segment //= chunk_elems
         chunks["num_segments"] = np.bincount(chunk_of_segment, minlength=len(chunks))
         chunks["first_segment"] = np.cumsum(chunks["num_segments"]) - chunks["num_segments"]
+        names = tuple(slot.tensor.name for slot in unit.slots)
+        keys = np.array([tensor_key(name) for name in names], np.uint64)
         files = [file for place in streams.values() for file, _ in _files(place)]
         return cls(
             chunks,
-            _relative(segments, chunk_of_segment * chunk_elems),
+            _relative(segments, chunk_of_segment * chunk_elems, keys[tensors]),
             tensors,
-            tuple(slot.tensor.name for slot in unit.slots),
+            names,
             tuple(files),
         )
 
@@ -183,14 +186,21 @@ def _cut(unit: Unit, chunk_elems: int) -> tuple[NDArray[np.void], NDArray[np.int
     within = np.arange(len(tensors)) - np.repeat(np.cumsum(counts) - counts, counts)
     border = (first[tensors] + within) * chunk_elems
     begin = np.maximum(starts[tensors], border)
-    absolute = np.zeros(len(tensors), [("start", np.int64), ("num_elems", np.int64)])
+    absolute = np.zeros(
+        len(tensors), [("start", np.int64), ("num_elems", np.int64), ("first", np.int64)]
+    )
     absolute["start"] = begin
+    absolute["first"] = begin - starts[tensors]
     absolute["num_elems"] = np.minimum(stops[tensors], border + chunk_elems) - begin
     return absolute, tensors
 
 
-def _relative(segments: NDArray[np.void], base: NDArray[np.int64]) -> NDArray[np.void]:
+def _relative(
+    segments: NDArray[np.void], base: NDArray[np.int64], keys: NDArray[np.uint64]
+) -> NDArray[np.void]:
     result = np.zeros(len(segments), SEGMENT)
     result["start"] = segments["start"] - base
     result["num_elems"] = segments["num_elems"]
+    result["first"] = segments["first"]
+    result["key"] = keys
     return result

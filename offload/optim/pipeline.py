@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 import aio
 from offload.errors import StateError, StoreError
-from offload.kernels import ADAM_ROW
+from offload.kernels import ROW
 from offload.partition.unit import STORE_ALIGN_BYTES, Role
 
 UPDATE_ROLES = (Role.PARAM, Role.MASTER_LO, Role.EXP_AVG, Role.EXP_AVG_SQ, Role.GRAD)
@@ -45,7 +45,10 @@ CHUNK = np.dtype(
     [("deadline", "<u8"), ("unit", "<u4"), ("num_elems", "<u4"), ("first_segment", "<u4"),
      ("num_segments", "<u4"), ("streams", STREAM, len(UPDATE_ROLES))]
 )  # fmt: skip
-SEGMENT = np.dtype([("start", "<u4"), ("num_elems", "<u4"), ("row", "<u4")])
+SEGMENT = np.dtype(
+    [("start", "<u4"), ("num_elems", "<u4"), ("row", "<u4"), ("reserved", "<u4"), ("key", "<u8"),
+     ("first", "<u8")]
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -292,7 +295,7 @@ class UpdatePipeline:
         self,
         chunks: NDArray[np.void],  # (num_chunks,) CHUNK
         segments: NDArray[np.void],  # (num_segments,) SEGMENT
-        rows: NDArray[np.void],  # (num_rows,) ADAM_ROW
+        rows: NDArray[np.void],  # (num_rows,) ROW
         released: NDArray[np.uint8],  # (num_units,)
         *,
         unit_names: Sequence[str] = (),
@@ -307,7 +310,7 @@ class UpdatePipeline:
         `UpdateJob.checksums` possible.
         """
         arrays = (
-            (chunks, np.dtype(CHUNK)), (segments, np.dtype(SEGMENT)), (rows, np.dtype(ADAM_ROW)),
+            (chunks, np.dtype(CHUNK)), (segments, np.dtype(SEGMENT)), (rows, np.dtype(ROW)),
             (released, np.dtype(np.uint8)),
         )  # fmt: skip
         pointers = [_pointer(array, dtype) for array, dtype in arrays]
@@ -345,7 +348,7 @@ class UpdatePipeline:
 
 
 _C_NAMES = {
-    CHUNK: "update_chunk", SEGMENT: "update_segment", ADAM_ROW: "simd_adam_row",
+    CHUNK: "update_chunk", SEGMENT: "update_segment", ROW: "simd_row",
     np.dtype(np.uint8): "uint8_t",
 }  # fmt: skip
 
@@ -370,3 +373,4 @@ def _check_layout(dtype: np.dtype[Any], name: str) -> None:
 _check_layout(STREAM, "update_stream")
 _check_layout(CHUNK, "update_chunk")
 _check_layout(SEGMENT, "update_segment")
+_check_layout(ROW, "simd_row")

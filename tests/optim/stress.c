@@ -150,7 +150,7 @@ static update_job *submit(uint32_t submitter, uint32_t round, enum ending ending
 {
     update_chunk chunks[NUM_CHUNKS] = {0};
     update_segment segments[NUM_CHUNKS];
-    simd_adam_row row = {.decay = 0.5f, .eps = 1.0f, .inv_sqrt_bias2 = 1.0f};
+    simd_row row = {.decay = 0.5f, .eps = 1.0f, .inv_sqrt_bias2 = 1.0f};
     uint8_t released[NUM_UNITS] = {round % 2, 0, 0};
     if (round % 2)
         fill_memory(submitter, 0);
@@ -158,7 +158,7 @@ static update_job *submit(uint32_t submitter, uint32_t round, enum ending ending
         chunks[i] = (update_chunk){
             .deadline = (i * 7 + round) % 5, .unit = i % NUM_UNITS, .num_elems = CHUNK_ELEMS, .first_segment = i,
             .num_segments = 1};
-        segments[i] = (update_segment){0, CHUNK_ELEMS, 0};
+        segments[i] = (update_segment){.num_elems = CHUNK_ELEMS};
         place(&chunks[i], start_of(submitter, i));
         place_late(&chunks[i], submitter, i, round);
     }

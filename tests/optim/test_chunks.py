@@ -5,6 +5,7 @@ from _offload_native import ffi
 from hypothesis import given
 from hypothesis import strategies as st
 
+from offload.kernels import tensor_key
 from offload.optim.chunks import StreamPlace, UnitTemplate, build_unit_chunks, stack
 from offload.optim.pipeline import UPDATE_COPY, UPDATE_ROLES
 from offload.partition.chunk import chunks_of, segments_of
@@ -45,10 +46,13 @@ def test_chunks_and_segments_are_those_of_the_partition(unit, chunk_elems):
         first = native["first_segment"]
         own = segments[first : first + native["num_segments"]]
         pieces = [
-            (piece.chunk_start, piece.num_elems, rows[piece.slot.tensor.name])
+            (
+                piece.chunk_start, piece.num_elems, rows[piece.slot.tensor.name], 0,
+                tensor_key(piece.slot.tensor.name), piece.tensor_start,
+            )
             for piece in segments_of(unit, chunk)
             if piece.slot.tensor.trainable
-        ]
+        ]  # fmt: skip
         assert [tuple(segment) for segment in own.tolist()] == pieces
     assert sum(chunks["num_segments"]) == len(segments)
 

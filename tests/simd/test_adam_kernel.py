@@ -21,6 +21,7 @@ from simd_arrays import (
     tame_state,
     wild_state,
 )
+from state_reference import fma
 
 from offload import kernels
 
@@ -70,18 +71,6 @@ def test_a_tensor_cut_in_two_pieces_is_updated_to_the_same_bits(
             pieces.exp_avg_sq[piece], pieces.grad[piece],
         ).update(row)  # fmt: skip
     assert pieces.data() == whole.data()
-
-
-def fma(a: Array, b: Array, c: Array) -> Array:
-    """a * b + c in fp32, rounded once: exact product in fp64, sum rounded to odd, then to fp32."""
-    product, addend = np.float64(a) * np.float64(b), np.float64(c)
-    total = np.asarray(product + addend)
-    back = total - product
-    rest = (product - (total - back)) + (addend - back)  # what the sum lost, exactly
-    bits = total.view(np.int64)
-    away = np.where((rest > 0) == (total > 0), 1, -1)
-    odd = np.where((rest != 0) & (bits % 2 == 0), bits + away, bits)
-    return odd.view(np.float64).astype(np.float32)
 
 
 def formula(start: State, row: np.void) -> tuple[Array, Array, Array]:

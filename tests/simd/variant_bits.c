@@ -40,11 +40,15 @@ static float f32[4][MOST];
 static uint16_t u16[4][MOST];
 static uint64_t sum;
 
-static void adam(size_t n, int format, int wild) {
-    const simd_adam_row row = {.37f, .01f, .999f, .9f, .1f, .999f, .001f, 3e-4f, 1.25f, 1e-8f};
+static float scales[32];
+
+static void adam(size_t n, int format, int wild, const int *state_formats) {
+    const simd_row row = {SIMD_ADAM, 5, .37f, .01f, .999f, .9f, .1f, .999f, .001f, 3e-4f, 1.25f, 1e-8f};
     fill(u16, sizeof u16);
     fill(f32, sizeof f32);
+    fill(scales, sizeof scales);
     if (!wild) {
+        fill_floats(scales, sizeof scales / sizeof *scales, 1);
         fill_floats(f32[0], n, 0);
         fill_floats(f32[1], n, 1);
         fill_floats(f32[2], n, 0);
@@ -54,16 +58,22 @@ static void adam(size_t n, int format, int wild) {
             simd_convert(f32[2], SIMD_F32, f32[3], format, n);
         memcpy(f32[2], format == SIMD_F32 ? f32[2] : f32[3], 4 * n);
     }
-    const int status = simd_adam_split(u16[0], (int16_t *)u16[1], f32[0], f32[1], f32[2], format, n, &row);
+    const simd_streams at = {.hi = u16[0], .lo = (int16_t *)u16[1], .state = {f32[0], f32[1]}, .scale = {scales, scales + 16},
+                             .grad = f32[2], .grad_format = format, .key = 77, .first = 512,
+                             .state_format = {state_formats[0], state_formats[1]}};
+    const int status = simd_update(&at, n, &row);
     sum = sum_of(sum, &status, sizeof status);
     sum = sum_of(sum, u16, sizeof u16);
     sum = sum_of(sum, f32, sizeof f32);
+    sum = sum_of(sum, scales, sizeof scales);
 }
 
 static void adam_whole(size_t n, int format, int weight_format) {
-    const simd_adam_row row = {.37f, .01f, .999f, .9f, .1f, .999f, .001f, 3e-4f, 1.25f, 1e-8f};
+    const simd_row row = {SIMD_ADAM, 5, .37f, .01f, .999f, .9f, .1f, .999f, .001f, 3e-4f, 1.25f, 1e-8f};
     fill(f32, sizeof f32);
-    const int status = simd_adam_whole(f32[0], u16[0], weight_format, f32[1], f32[2], f32[3], format, n, &row);
+    const simd_streams at = {.master = f32[0], .weight = u16[0], .weight_format = weight_format, .state = {f32[1], f32[2]},
+                             .grad = f32[3], .grad_format = format};
+    const int status = simd_update(&at, n, &row);
     sum = sum_of(sum, &status, sizeof status);
     sum = sum_of(sum, u16[0], sizeof u16[0]);
     sum = sum_of(sum, f32, sizeof f32);
@@ -99,12 +109,14 @@ static void gradients(size_t n, int format, int wild) {
 
 int main(void) {
     static const size_t sizes[] = {0, 1, 2, 15, 16, 17, 31, 32, 33, 63, 97, 1023, 1024, 1025, 2089};
+    static const int state_formats[][2] = {{SIMD_F32, SIMD_F32}, {SIMD_BF16, SIMD_BF16}, {SIMD_I8, SIMD_U8}};
     printf("%s\n", simd_variant());
     for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++) {
         sum = 0xcbf29ce484222325ull;
         for (int format = SIMD_F32; format <= SIMD_F16; format++)
             for (int wild = 0; wild < 2; wild++) {
-                adam(sizes[i], format, wild);
+                for (int state = 0; state < 3; state++)
+                    adam(sizes[i], format, wild, state_formats[state]);
                 printf("%zu adam %d %d %016" PRIx64 "\n", sizes[i], format, wild, sum);
                 gradients(sizes[i], format, wild);
                 printf("%zu gradients %d %d %016" PRIx64 "\n", sizes[i], format, wild, sum);
