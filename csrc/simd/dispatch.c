@@ -85,7 +85,8 @@ int simd_select(const char *name) {
 static int is_8_bits(int format) { return format == SIMD_I8 || format == SIMD_U8; }
 
 static int streams_valid(const simd_streams *at, size_t n, const simd_row *row) {
-    static const int states_of[SIMD_NUM_ALGORITHMS] = {2};
+    static const int states_of[SIMD_NUM_ALGORITHMS] = {
+        [SIMD_ADAM] = 2, [SIMD_MOMENTUM] = 1, [SIMD_LION] = 1, [SIMD_ADAGRAD] = 1};
     if (!simd_format_valid(at->grad_format) || !simd_format_valid(at->weight_format))
         return 0;
     if (row->algorithm >= SIMD_NUM_ALGORITHMS)

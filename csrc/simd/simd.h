@@ -16,7 +16,8 @@ enum simd_format { SIMD_F32 = 0, SIMD_BF16 = 1, SIMD_F16 = 2,
                    SIMD_I8 = 3, SIMD_U8 = 4 }; /* of states only, with a scale per SIMD_BLOCK; U8: of what is never negative */
 enum simd_status { SIMD_OK = 0, SIMD_NONFINITE = 1 }; /* SIMD_NONFINITE: some updated master is Inf or NaN, or a state in
                                                          eight bits is */
-enum simd_algorithm { SIMD_ADAM = 0, SIMD_NUM_ALGORITHMS = 1 };
+enum simd_algorithm { SIMD_ADAM = 0, SIMD_SGD = 1, SIMD_MOMENTUM = 2, SIMD_LION = 3, SIMD_ADAGRAD = 4,
+                      SIMD_NUM_ALGORITHMS = 5 };
 
 /* The variant in use: "portable", "avx2", "avx512", "neon".  Resolved once, at the first call, from the CPU and the
  * operating system's saved state, or forced by the environment variable OFFLOAD_SIMD. */
@@ -26,7 +27,8 @@ int simd_select(const char *name);
 int simd_supported(const char *name);
 
 /* One row of hyper-parameters: everything that is equal for all elements of a tensor in a step.
- * Computed in double by the caller and rounded once.  Adam's use of it (template_adam.h has the formula): */
+ * Computed in double by the caller and rounded once.  Adam's use of it (template_adam.h has the formula;
+ * template_sgd.h, template_lion.h and template_adagrad.h say how the other algorithms use the same fields): */
 typedef struct simd_row {
     uint32_t algorithm;       /* enum simd_algorithm */
     uint32_t step;            /* of the tensor: one of the keys of random rounding */

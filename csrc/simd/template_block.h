@@ -20,8 +20,16 @@ TARGET static void adam_block(struct block *at, size_t n, const simd_row *row) {
     }
 }
 
+#include "template_sgd.h"
+
+#include "template_adagrad.h"
+#include "template_lion.h"
+
 /* By enum simd_algorithm. */
-static void (*const formulas[])(struct block *at, size_t n, const simd_row *row) = {adam_block};
+static void (*const formulas[])(struct block *at, size_t n, const simd_row *row) = {
+    [SIMD_ADAM] = adam_block, [SIMD_SGD] = sgd_block,         [SIMD_MOMENTUM] = momentum_block,
+    [SIMD_LION] = lion_block, [SIMD_ADAGRAD] = adagrad_block,
+};
 
 TARGET static void load_block(struct block *block, const simd_streams *at, size_t n) {
     if (at->hi)

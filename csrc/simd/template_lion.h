@@ -1,10 +1,11 @@
 /* Part of template.h: Lion (Chen et al. 2023, "Symbolic Discovery of Optimization Algorithms", algorithm 2). */
 
-/* -1, 0 or 1; the sign of zero is kept. */
+/* -1, 0 or 1; NaN for what is not finite, so that the master tells of it. */
 OP vf sign_of(vf x) {
     const vi bits = vf_bits(x), one = vi_set(0x3f800000);
     const vi size = vi_pick_gt(vi_and(bits, vi_set(SIMD_F32_ABS)), vi_set(0), one, vi_set(0));
-    return vf_from_bits(vi_xor(size, vi_and(bits, vi_set(0x80000000u))));
+    const vf sign = vf_from_bits(vi_xor(size, vi_and(bits, vi_set(0x80000000u))));
+    return vf_add(sign, vf_fnma(x, vf_set(1.0f), x));
 }
 
 /* The order of operations is part of the promise N1: change it nowhere else.

@@ -17,8 +17,11 @@ import torch
 
 from offload.config import EngineConfig
 from offload.errors import ConfigError
+from offload.optim.adagrad import AdagradRule
 from offload.optim.adam import AdamRule
+from offload.optim.lion import LionRule
 from offload.optim.rules import Group, KernelRule, Progress, Rule, StepCounts
+from offload.optim.sgd import SgdRule
 from offload.optim.torch_rule import TorchProgress, TorchRule
 from offload.optim.torch_step import group_settings
 
@@ -27,9 +30,15 @@ Maker = Callable[[Sequence[Group]], KernelRule]  # from the settings of all grou
 KERNEL_RULES: Mapping[str, Maker] = {
     "adamw": lambda groups: AdamRule(decoupled=True),
     "adam": lambda groups: AdamRule(decoupled=False),
+    "sgd": SgdRule.of,
+    "lion": lambda groups: LionRule(),
+    "adagrad": lambda groups: AdagradRule(),
 }
 SLOW_NAMES = {"adafactor": torch.optim.Adafactor}
-_KERNEL_CLASSES: Mapping[type, str] = {torch.optim.AdamW: "adamw", torch.optim.Adam: "adam"}
+_KERNEL_CLASSES: Mapping[type, str] = {
+    torch.optim.AdamW: "adamw", torch.optim.Adam: "adam", torch.optim.SGD: "sgd",
+    torch.optim.Adagrad: "adagrad",
+}  # fmt: skip
 _ENGINE_SETTINGS = frozenset(field.name for field in fields(EngineConfig))
 
 

@@ -24,6 +24,7 @@ import torch
 from numpy.typing import NDArray
 
 from offload.errors import ConfigError, StateError
+from offload.kernels import ROW
 
 Group = Mapping[str, Any]  # an entry of `param_groups`
 
@@ -127,6 +128,14 @@ class StepCounts:
         if wrong:
             raise StateError(f"step count of {wrong[0]}: expected >= 0, got {state[wrong[0]]}.")
         self._counts = {name: int(count) for name, count in state.items()}
+
+
+def new_row(algorithm: int, step: int, grad_scale: float) -> NDArray[np.void]:
+    """A row (`struct simd_row`) of `algorithm`, all factors zero but the gradient's and decay."""
+    row = np.zeros((), ROW)
+    row["algorithm"], row["step"] = algorithm, step % 2**32
+    row["grad_scale"], row["decay"] = grad_scale, 1.0
+    return row
 
 
 def torch_defaults(optimizer: type[torch.optim.Optimizer], **settings: Any) -> dict[str, Any]:

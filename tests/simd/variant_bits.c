@@ -42,8 +42,8 @@ static uint64_t sum;
 
 static float scales[32];
 
-static void adam(size_t n, int format, int wild, const int *state_formats) {
-    const simd_row row = {SIMD_ADAM, 5, .37f, .01f, .999f, .9f, .1f, .999f, .001f, 3e-4f, 1.25f, 1e-8f};
+static void update(uint32_t algorithm, size_t n, int format, int wild, const int *state_formats) {
+    const simd_row row = {algorithm, 5, .37f, .01f, .999f, .9f, .1f, .999f, .001f, 3e-4f, 1.25f, 1e-8f};
     fill(u16, sizeof u16);
     fill(f32, sizeof f32);
     fill(scales, sizeof scales);
@@ -115,9 +115,10 @@ int main(void) {
         sum = 0xcbf29ce484222325ull;
         for (int format = SIMD_F32; format <= SIMD_F16; format++)
             for (int wild = 0; wild < 2; wild++) {
-                for (int state = 0; state < 3; state++)
-                    adam(sizes[i], format, wild, state_formats[state]);
-                printf("%zu adam %d %d %016" PRIx64 "\n", sizes[i], format, wild, sum);
+                for (uint32_t algorithm = 0; algorithm < SIMD_NUM_ALGORITHMS; algorithm++)
+                    for (int state = 0; state < 3; state++)
+                        update(algorithm, sizes[i], format, wild, state_formats[state]);
+                printf("%zu update %d %d %016" PRIx64 "\n", sizes[i], format, wild, sum);
                 gradients(sizes[i], format, wild);
                 printf("%zu gradients %d %d %016" PRIx64 "\n", sizes[i], format, wild, sum);
             }
