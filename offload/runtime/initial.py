@@ -50,9 +50,11 @@ def split_chunk(
 
 def _split(elems: torch.Tensor, hi: torch.Tensor, lo: torch.Tensor) -> None:
     assert len(elems) == len(hi)
-    if elems.dtype is torch.bfloat16:  # the master is these bits and sixteen zeros
-        hi.copy_(elems)
-        lo.zero_()
+    if elems.dtype is torch.bfloat16 and elems.device.type == "cpu":
+        # The master is these bits and sixteen zeros.  Not by torch: its threads wait for one
+        # another, at times for seconds where the drive's work takes the processors.
+        hi.view(torch.int16).numpy()[:] = elems.view(torch.int16).numpy()
+        lo.numpy()[:] = 0
     else:
         kernels.split(elems.to(device="cpu", dtype=torch.float32).contiguous(), hi, lo)
 
