@@ -1,4 +1,4 @@
-"""Adagrad, as torch.optim.Adagrad.
+"""Adagrad, as torch.optim.Adagrad; a group's own `initial_accumulator_value` counts.
 
 Source: Duchi, Hazan and Singer 2011.
 """

@@ -91,7 +91,8 @@ class InMemory:
         spare = [param for name, param in self.masters.items() if name.startswith("spare")]
         rest = [param for name, param in self.masters.items() if not name.startswith("spare")]
         self.optimizer = self.cls(
-            [{"params": rest, **self.base}, {"params": spare, **self.base, **self.spare}]
+            [{"params": rest, **self.base}, {"params": spare, **self.base, **self.spare}],
+            **self.base,  # Adagrad's initial value is the constructor's, whatever a group says
         )
         self._fill()
 
