@@ -57,6 +57,9 @@ def run(code: str, *args: object) -> str:
     return done.stdout
 
 
+@pytest.mark.skipif(
+    "TSAN_OPTIONS" in os.environ, reason="ThreadSanitizer allows no threads in a child after fork"
+)
 def test_a_child_after_fork_cannot_touch_the_queue_and_the_parent_goes_on(
     backend: str, path: Path
 ) -> None:

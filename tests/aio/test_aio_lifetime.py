@@ -309,6 +309,9 @@ def test_a_closed_file_is_let_go_while_its_queue_lives(queue: aio.Queue, tmp_pat
     raise AssertionError(f"{free - full} bytes came back")
 
 
+@pytest.mark.skipif(
+    "TSAN_OPTIONS" in os.environ, reason="ThreadSanitizer allows no threads in a child after fork"
+)
 def test_queues_in_a_child_do_not_wait_for_those_of_its_parent(tmp_path: Path) -> None:
     with aio.Queue() as queue, aio.File(tmp_path / "parent", "x+") as file:
         queue.write(file, bytes(4096), 0).wait()
