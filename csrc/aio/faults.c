@@ -229,7 +229,9 @@ int64_t aio_faults_log(aio_queue *queue, aio_fault_block *out, uint32_t room)
         return -EINVAL;
     pthread_mutex_lock(&d->lock);
     int64_t count = (int64_t)d->num_logged;
-    memcpy(out, d->log, (d->num_logged < room ? d->num_logged : room) * sizeof *out);
+    const size_t copied = d->num_logged < room ? d->num_logged : room;
+    if (copied) /* else one of the pointers may be NULL, which memcpy() forbids even then */
+        memcpy(out, d->log, copied * sizeof *out);
     pthread_mutex_unlock(&d->lock);
     return count;
 }
