@@ -1,0 +1,87 @@
+"""Which flat buffers stay in host memory, by plan (DESIGN M4).
+
+A step uses units in a cycle, so keeping what was used last would never hit: the set is fixed.
+
+    weights   read twice a step, for forward and backward    front units first: they have the
+                                                             least time before they are needed
+    state     read once, for the update                      units spread evenly over the order, so
+                                                             that reads stay even over a step
+
+Residency saves reads; every generation is still written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from offload.partition.unit import STORE_ALIGN_BYTES, Role, Unit, round_up
+
+Where = Literal["auto", "host", "disk"]
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Where weights and state shall live: "host", "disk", or "auto" for what fits."""
+
+    weights: Where = "auto"
+    state: Where = "auto"
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A flat buffer that may stay in host memory."""
+
+    unit: int
+    role: Role
+    num_bytes: int  # padded
+    reads: int  # times that a step would read it
+
+
+def candidates(
+    units: Sequence[Unit], roles: Iterable[Role], role_bytes: Callable[[Unit, Role], int], *,
+    exact: bool, wanted: Wanted,
+) -> Iterator[Candidate]:  # fmt: skip
+    """What may stay, most useful first.  `units` are in forward order.
+
+    `exact`: both halves of the weights are fetched, so both count as weights.
+    """
+    weights = (Role.PARAM, Role.MASTER_LO) if exact else (Role.PARAM,)
+    state = [role for role in roles if role not in weights]
+    if wanted.weights != "disk":
+        for unit in units:
+            for role in weights:
+                yield from _candidate(unit, role, role_bytes, reads=2)
+    if wanted.state != "disk":
+        for position in spread_order(len(units)):
+            for role in state:
+                yield from _candidate(units[position], role, role_bytes, reads=1)
+
+
+def _candidate(
+    unit: Unit, role: Role, role_bytes: Callable[[Unit, Role], int], *, reads: int
+) -> Iterator[Candidate]:
+    num_bytes = round_up(role_bytes(unit, role), STORE_ALIGN_BYTES)
+    if num_bytes:
+        yield Candidate(unit.index, role, num_bytes, reads)
+
+
+def choose(offered: Iterable[Candidate], room: int) -> list[Candidate]:
+    """Take in order what fits into `room` bytes."""
+    chosen = []
+    for candidate in offered:
+        if candidate.num_bytes <= room:
+            chosen.append(candidate)
+            room -= candidate.num_bytes
+    return chosen
+
+
+def spread_order(count: int) -> list[int]:
+    """The numbers below `count`, so that every beginning of the list is spread evenly, from 0 on.
+
+    Van der Corput's sequence: the bits of 0, 1, 2, ... reversed.
+    """
+    bits = max(count - 1, 0).bit_length()
+    reversed_bits = (int(f"{index:0{bits}b}"[::-1], 2) if bits else 0 for index in range(1 << bits))
+    return [index for index in reversed_bits if index < count]
