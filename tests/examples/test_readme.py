@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from offload import OffloadEngine
 from offload.cli import bench, main
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -67,3 +68,35 @@ def test_every_command_exists(command: str, group: click.Group) -> None:
     words = set(re.findall(rf"^{command} ([a-z]+)", README, re.MULTILINE))
     assert words
     assert words <= set(group.commands)
+
+
+def test_every_option_of_a_command_exists() -> None:
+    for line in re.findall(r"^offload ([a-z]+ .*?)(?: {2,}#.*)?$", README, re.MULTILINE):
+        name, *words = line.split()
+        known = {text for option in main.command.commands[name].params for text in option.opts}
+        assert {word for word in words if word.startswith("--")} <= known, line
+
+
+def test_the_lines_about_checkpoints_work(tmp_path: Path) -> None:
+    block = next(b for b in re.findall(r"```python\n(.*?)```", README, re.DOTALL) if "track(" in b)
+    lines = [line for line in block.splitlines() if "load_deepspeed" not in line]
+    text = "\n".join(lines).replace('"/mnt/nvme"', repr(str(tmp_path)))
+    text = text.replace(", ...)", ', device="cpu", host_memory="64MiB", durability="step")')
+    text = text.replace('"ckpt"', repr(str(tmp_path / "ckpt")))
+    text = text.replace('"out"', repr(str(tmp_path / "out")))
+    text = text.replace("reader = OffloadEngine(model,", "reader = OffloadEngine(Regression(),")
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
+    names = {
+        "OffloadEngine": OffloadEngine, "Regression": Regression, "model": Regression(),
+        "scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1),
+        "sampler": torch.optim.lr_scheduler.StepLR(optimizer, 2),
+    }  # fmt: skip
+    exec(compile(text, "README.md", "exec"), names)
+    engine, reader = names["engine"], names["reader"]
+    assert names["client_state"] == {"epoch": 3}
+    assert (tmp_path / "out" / "model.safetensors").exists()
+    assert torch.equal(
+        reader.full_fp32_param("layers.0.weight"), engine.full_fp32_param("layers.0.weight")
+    )
+    reader.close()
+    engine.close()
