@@ -83,7 +83,7 @@ class OffloadEngineUnderTest:
     def __init__(self, job: Job) -> None:
         from offload import OffloadEngine
 
-        self._engine = OffloadEngine(
+        self.engine = OffloadEngine(
             build(job.shape),
             nvme_path=job.folder,
             optimizer="adamw",
@@ -97,13 +97,13 @@ class OffloadEngineUnderTest:
         )
 
     def step(self, x: Tensor, y: Tensor) -> float:
-        loss = self._engine(x, y)
-        self._engine.backward(loss)
-        self._engine.step()
+        loss = self.engine(x, y)
+        self.engine.backward(loss)
+        self.engine.step()
         return loss.item()
 
     def counters(self) -> Counters:
-        metrics = self._engine.metrics
+        metrics = self.engine.metrics
         return {
             "read_bytes": metrics.total_read_bytes,
             "write_bytes": metrics.total_write_bytes,
@@ -111,7 +111,7 @@ class OffloadEngineUnderTest:
         }
 
     def close(self) -> None:
-        self._engine.close()
+        self.engine.close()
 
 
 def deepspeed_config(job: Job) -> dict[str, Any]:

@@ -64,6 +64,7 @@ class Launcher:
     held_bytes_per_s: int
     timeout_s: float
     probe_s: float = 1.0
+    script: str = "step_child.py"
 
     @property
     def probe_file(self) -> Path:
@@ -128,7 +129,7 @@ class Launcher:
         reader, writer = os.pipe()
         peer = job["engine"].startswith("deepspeed")
         python = self.peer_python if peer else sys.executable
-        command = [python, str(HERE / "step_child.py"), json.dumps(job), str(writer)]
+        command = [python, str(HERE / self.script), json.dumps(job), str(writer)]
         child = subprocess.Popen(
             command,
             stdout=log,
