@@ -42,7 +42,7 @@ from offload.engine.generation import (
 from offload.engine.importing import import_zero
 from offload.engine.reader import current
 from offload.engine.rewriting import commit_first
-from offload.engine.states import optimizer_state
+from offload.engine.states import check_adam, optimizer_state
 from offload.engine.step import Groups
 from offload.errors import ConfigError, OffloadError, StateError
 from offload.interchange.deepspeed import ZeroCheckpoint
@@ -270,6 +270,7 @@ class OffloadEngine:
         """
         self._check_open()
         _check_writable(self)
+        check_adam(self._parts)
         checkpoint = ZeroCheckpoint.open(Path(directory), tag)
         import_zero(
             self._parts, checkpoint, all_names(self.module),

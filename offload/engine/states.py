@@ -27,6 +27,16 @@ def optimizer_state(parts: Parts, name: str, state: str) -> torch.Tensor:
     return parts.reader.tensor_of(name, role)
 
 
+def check_adam(parts: Parts) -> None:
+    """Raise ConfigError unless the engine's optimizer has Adam's moments."""
+    rule = parts.ground.blueprint.rule
+    if rule.states != ("exp_avg", "exp_avg_sq"):
+        raise ConfigError(
+            f"load_deepspeed: expected an optimizer with exp_avg and exp_avg_sq, got {rule.name}"
+            f" with {', '.join(rule.states) or 'none'}. Make the engine with optimizer='adamw'."
+        )
+
+
 def _packed_state(parts: Parts, packing: Packing, name: str, state: str) -> torch.Tensor:
     pieces = packing.pieces.get(name, {})
     if state not in pieces:

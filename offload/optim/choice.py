@@ -3,13 +3,14 @@
 "adamw", torch.optim.AdamW        -> a rule with kernels
 any other torch.optim.Optimizer   -> TorchRule, the slow path
 an instance                       -> its class, and its groups
+a rule                            -> itself
 settings that it knows (lr, ...)  -> defaults of the groups; the others are the engine's
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, cast
 
@@ -62,8 +63,8 @@ def progress_of(rule: Rule) -> Progress:
 def choose(optimizer: Any, params: Any, settings: Mapping[str, Any]) -> Choice:
     """Make the rule that `optimizer` names; raises ConfigError for what cannot be honoured.
 
-    `optimizer`: a name, a class, or an instance, whose groups are taken as they are: they stay
-    shared, so that its schedulers work.  `settings`: keyword arguments of the engine.
+    `optimizer`: a name, a class, a rule, or an instance, whose groups are taken as they are: they
+    stay shared, so that its schedulers work.  `settings`: keyword arguments of the engine.
     """
     settings = {key: value for key, value in settings.items() if value is not None}
     if isinstance(optimizer, torch.optim.Optimizer):
@@ -71,6 +72,10 @@ def choose(optimizer: Any, params: Any, settings: Mapping[str, Any]) -> Choice:
     if params is not None and not isinstance(params, torch.Tensor):
         params = list(params)
     groups = [item for item in params or () if isinstance(item, dict)] or [{}]
+    if isinstance(optimizer, KernelRule) and not isinstance(optimizer, type):
+        own = _known(optimizer.defaults, settings)
+        defaults = {**optimizer.defaults, **own}
+        return Choice(optimizer, params, defaults, _without(settings, own))
     name, cls = _identify(optimizer)
     if name is None:
         own = _taken(cls, settings)
@@ -78,11 +83,18 @@ def choose(optimizer: Any, params: Any, settings: Mapping[str, Any]) -> Choice:
         defaults = dict(rule.defaults)
     else:
         base = KERNEL_RULES[name]([{}]).defaults
-        own = {key: value for key, value in settings.items() if key in base}
+        own = _known(base, settings)
         defaults = {**base, **own}
         rule = KERNEL_RULES[name]([{**defaults, **group} for group in groups])
-    rest = {key: value for key, value in settings.items() if key not in own}
-    return Choice(rule, params, defaults, rest)
+    return Choice(rule, params, defaults, _without(settings, own))
+
+
+def _known(keys: Container[str], settings: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in settings.items() if key in keys}
+
+
+def _without(settings: Mapping[str, Any], keys: Container[str]) -> dict[str, Any]:
+    return {key: value for key, value in settings.items() if key not in keys}
 
 
 def _identify(optimizer: Any) -> tuple[str | None, Any]:
@@ -96,8 +108,8 @@ def _identify(optimizer: Any) -> tuple[str | None, Any]:
         return _KERNEL_CLASSES.get(key), key
     names = ", ".join([*KERNEL_RULES, *SLOW_NAMES])
     raise ConfigError(
-        f"optimizer: expected one of {names}, a torch.optim.Optimizer class or an instance of one,"
-        f" got {optimizer!r}. Choose one of them."
+        f"optimizer: expected one of {names}, a torch.optim.Optimizer class or an instance of"
+        f" one, or a rule, got {optimizer!r}. Choose one of them."
     )
 
 
@@ -107,7 +119,7 @@ def _taken(cls: type[torch.optim.Optimizer], settings: Mapping[str, Any]) -> dic
     names = set(parameters) - {"params"}
     if any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values()):
         names |= settings.keys() - _ENGINE_SETTINGS
-    return {key: value for key, value in settings.items() if key in names}
+    return _known(names, settings)
 
 
 def _of_instance(

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -57,6 +57,7 @@ class Rule(Protocol):
         """Raise ConfigError, naming group and key, for settings that cannot be honoured."""
 
 
+@runtime_checkable
 class KernelRule(Rule, Protocol):
     """An optimizer whose arithmetic is a kernel's."""
 

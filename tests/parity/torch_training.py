@@ -136,6 +136,7 @@ def engine(
 ) -> Iterator[OffloadEngine]:  # fmt: skip
     """The offloaded twin; every tensor in the store unless `settings` say otherwise."""
     model = build(**(options or {}))
+    folder.mkdir(exist_ok=True)
     settings = {
         "compute_dtype": torch.float32,
         "gradient_clipping": CLIPPING,
