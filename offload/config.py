@@ -22,6 +22,8 @@ from offload.errors import ConfigError
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
           "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}  # fmt: skip
+STATE_DTYPES = ("fp32", "bf16", "int8")
+CHUNK_MULTIPLE, INT8_CHUNK_MULTIPLE = 2048, 262144
 DTYPES = {
     "bfloat16": torch.bfloat16,
     "bf16": torch.bfloat16,
@@ -40,6 +42,7 @@ class EngineConfig:
     gradient_clipping: float = 0.0  # 0: no clipping
     dtype: torch.dtype = torch.bfloat16  # what moves
     compute_dtype: torch.dtype | None = None  # what computes
+    state_dtype: str = "fp32"  # of the optimizer's state; see STATE_DTYPES
     host_memory: int | None = None
     device_memory: int | None = None
     chunk_elems: int | None = None
@@ -173,7 +176,7 @@ def _checked(config: EngineConfig) -> EngineConfig:
             " Pass OffloadEngine(..., nvme_path=...) or run under `offload-train --nvme DIR`."
         )
     choices: dict[str, Sequence[str]] = {
-        "durability": ("process", "step", "none"),
+        "durability": ("process", "step", "none"), "state_dtype": STATE_DTYPES,
         "overlap": ("auto", "speculate", "hold"),
         "aio_backend": ("auto", "uring", "libaio", "threads")}  # fmt: skip
     for key, allowed in choices.items():
@@ -194,8 +197,14 @@ def _checked(config: EngineConfig) -> EngineConfig:
             raise ConfigError("read_only: expected resume=True or nothing, got resume=False.")
         config = replace(config, resume=True)
     _check_numbers(config)
-    if config.chunk_elems is not None and (config.chunk_elems < 2048 or config.chunk_elems % 2048):
-        raise ConfigError(f"chunk_elems: expected a multiple of 2048, got {config.chunk_elems}.")
+    multiple = INT8_CHUNK_MULTIPLE if config.state_dtype == "int8" else CHUNK_MULTIPLE
+    chunk = config.chunk_elems
+    if chunk is not None and (chunk < multiple or chunk % multiple):
+        why = " with state_dtype='int8', whose scales are written in whole pages"
+        raise ConfigError(
+            f"chunk_elems: expected a multiple of {multiple}"
+            f"{why if config.state_dtype == 'int8' else ''}, got {chunk}."
+        )
     if config.dtype is torch.float32 and config.compute_dtype is torch.bfloat16:
         return replace(config, dtype=torch.bfloat16)
     return config

@@ -6,7 +6,9 @@ one flat tensor per role and parameter.  What DESIGN promises about numbers is s
     weight   = convert(hi) to compute_dtype            (dtype float32: the whole master)
     gradient = round(p.grad) to dtype, fp32 sum where a step has several micro-steps
     norm     = sqrt of the fp64 sum, over named_parameters(), of each tensor's sum of squares
-    update   = kernels.adam_split on whole tensors, grad_scale = max_norm / (norm + 1e-6) below 1
+    state    = fp32; bf16; or eight bits with a scale per 256 elements, but fp32 in vectors and
+               embeddings
+    update   = kernels.update on whole tensors, grad_scale = max_norm / (norm + 1e-6) below 1
 """
 
 from __future__ import annotations
@@ -27,10 +29,23 @@ class State:
 
     hi: Tensor  # (numel,) bf16
     lo: Tensor  # (numel,) int16
-    exp_avg: Tensor  # (numel,) fp32
-    exp_avg_sq: Tensor  # (numel,) fp32
+    moments: tuple[kernels.State, kernels.State]
+    key: int  # of the name: chooses how moments are rounded
     step: int = 0
     kept: Tensor | None = None  # (numel,) fp32, this step's sum of rounded contributions
+
+    @property
+    def exp_avg(self) -> Tensor:
+        return self._moment(0)
+
+    @property
+    def exp_avg_sq(self) -> Tensor:
+        return self._moment(1)
+
+    def _moment(self, index: int) -> Tensor:
+        decoded = torch.empty(self.hi.numel())
+        kernels.state_decode(self.moments[index], decoded)
+        return decoded
 
     @property
     def master(self) -> Tensor:
@@ -70,12 +85,17 @@ class Oracle:
     groups: tuple[Group, ...] = (Group(),)
     clipping: float = 0.0
     decoupled: bool = True
+    state_dtype: str = "fp32"
     states: dict[str, State] = field(default_factory=dict)  # of trainable parameters
     grad_norm: float = math.nan
 
     def __post_init__(self) -> None:
+        kinds = (nn.Embedding, nn.EmbeddingBag)
+        embeddings = {id(m.weight) for m in self.model.modules() if isinstance(m, kinds)}
+        packs = self.state_dtype == "int8"
         for name, param in self.model.named_parameters():
-            state = _split(param)
+            plain = param.dim() < 2 or id(param) in embeddings
+            state = _split(name, param, "fp32" if plain and packs else self.state_dtype)
             self._fill(param, state)
             if param.requires_grad:
                 self.states[name] = state
@@ -118,7 +138,8 @@ class Oracle:
             decoupled=self.decoupled,
             grad_scale=min(factor, 1.0),
         )
-        kernels.adam_split(state.hi, state.lo, state.exp_avg, state.exp_avg_sq, state.kept, row=row)
+        master, origin = kernels.Split(state.hi, state.lo), kernels.Origin(state.key)
+        kernels.update(master, state.moments, state.kept, row=row, origin=origin)
 
     def _fill(self, param: Tensor, state: State) -> None:
         """Give the model what computes: the converted high half, or the whole master."""
@@ -126,12 +147,23 @@ class Oracle:
         param.data = weight.to(self.compute_dtype).view(param.shape)
 
 
-def _split(param: Tensor) -> State:
+_DTYPES = {
+    "fp32": (torch.float32, torch.float32),
+    "bf16": (torch.bfloat16, torch.bfloat16),
+    "int8": (torch.int8, torch.uint8),
+}
+
+
+def _split(name: str, param: Tensor, state_dtype: str) -> State:
     master = param.detach().float().flatten().contiguous()
     hi = torch.empty(master.numel(), dtype=torch.bfloat16)
     lo = torch.empty(master.numel(), dtype=torch.int16)
     kernels.split(master, hi, lo)
-    return State(hi, lo, torch.zeros_like(master), torch.zeros_like(master))
+    moments = []
+    for moment, dtype in zip(("exp_avg", "exp_avg_sq"), _DTYPES[state_dtype], strict=True):
+        scale = torch.zeros(-(-len(master) // 256)) if state_dtype == "int8" else None
+        moments.append(kernels.State(moment, torch.zeros(len(master), dtype=dtype), scale))
+    return State(hi, lo, (moments[0], moments[1]), kernels.tensor_key(name))
 
 
 def _norm(states: Iterable[State]) -> float:

@@ -64,7 +64,7 @@ struct heap {
 struct unit {
     uint32_t remaining; /* chunks not yet written */
     bool released;
-    uint64_t num_elems;
+    uint64_t num_bytes[UPDATE_GRAD];
     uint32_t *sums[UPDATE_GRAD]; /* one for each block of a role; NULL: none wanted */
 };
 
@@ -76,7 +76,7 @@ struct update_job {
     simd_row *rows;
     struct unit *units;
     uint32_t *order; /* chunks as they were admitted */
-    uint64_t *starts; /* of each chunk, in elements of its unit */
+    uint64_t (*starts)[UPDATE_GRAD]; /* of each chunk, in bytes of each role of its unit */
     uint32_t *sums;   /* of all units: the update thread writes, others read when a unit has ended; NULL: none wanted */
     uint32_t num_chunks, num_segments, num_rows, num_units;
     uint32_t num_admitted;
@@ -94,7 +94,8 @@ struct update_pipeline {
     pthread_t thread;
     aio_queue *queue;
     simd_pool *pool;
-    uint32_t num_slots, chunk_elems, grad_elem_bytes, num_preread, num_writing;
+    uint64_t slot_bytes;
+    uint32_t num_slots, num_preread, num_writing;
     struct slot *slots;
     struct slot *free_slots;
     struct heap open; /* waiting chunks of released units */
@@ -125,7 +126,9 @@ static inline bool slot_released(const struct slot *slot) { return slot->job->un
 
 /* pipeline.c */
 void *update_stream_memory(const struct slot *slot, uint32_t role); /* where the kernel works */
-uint64_t update_stream_bytes(const update_chunk *chunk, uint32_t role);
+uint64_t update_data_bytes(const update_chunk *chunk, uint32_t role);   /* of the elements */
+uint64_t update_stream_bytes(const update_chunk *chunk, uint32_t role); /* rounded up, as transfers are */
+uint64_t update_slot_offset(const update_chunk *chunk, uint32_t role);  /* of a role; UPDATE_NUM_ROLES: what all need */
 void update_unref(update_pipeline *pipeline); /* the lock is held at the call, gone at the return */
 
 /* sums.c */

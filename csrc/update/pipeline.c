@@ -1,6 +1,6 @@
 /* Open and close; where a stream of a chunk lies.
  *
- *   slot   [ param | master_lo | exp_avg | exp_avg_sq | grad ]     each 4096-aligned: chunk_elems is a multiple of 2048
+ *   slot   [ param | master_lo | states | scales | grad ]     those that are not in host memory, each 4096-aligned
  */
 #include <errno.h>
 #include <signal.h>
@@ -8,41 +8,42 @@
 
 #include "internal.h"
 
-static uint32_t role_elem_bytes(const update_pipeline *pipeline, uint32_t role)
+uint64_t update_data_bytes(const update_chunk *chunk, uint32_t role)
 {
-    return role == UPDATE_GRAD ? pipeline->grad_elem_bytes : role <= UPDATE_MASTER_LO ? 2 : 4;
-}
-
-size_t update_slot_bytes(uint32_t chunk_elems, uint32_t grad_elem_bytes)
-{
-    return (size_t)chunk_elems * (2 + 2 + 4 + 4 + grad_elem_bytes);
-}
-
-void *update_stream_memory(const struct slot *slot, uint32_t role)
-{
-    const update_pipeline *pipeline = slot->pipeline;
-    const update_stream *stream = &slot_chunk(slot)->streams[role];
-    if (stream->host && !(stream->flags & UPDATE_COPY_IN))
-        return stream->host;
-    size_t before = 0; /* bytes per element of the roles in front */
-    for (uint32_t other = 0; other < role; other++)
-        before += role_elem_bytes(pipeline, other);
-    return slot->memory + before * pipeline->chunk_elems;
+    uint64_t count = chunk->num_elems;
+    if (role == UPDATE_SCALE_0 || role == UPDATE_SCALE_1)
+        count = (count + SIMD_BLOCK - 1) / SIMD_BLOCK;
+    return count * chunk->streams[role].elem_bytes;
 }
 
 uint64_t update_stream_bytes(const update_chunk *chunk, uint32_t role)
 {
-    uint64_t bytes = (uint64_t)chunk->num_elems * chunk->streams[role].elem_bytes;
-    return (bytes + UPDATE_PAGE - 1) / UPDATE_PAGE * UPDATE_PAGE;
+    return (update_data_bytes(chunk, role) + UPDATE_PAGE - 1) / UPDATE_PAGE * UPDATE_PAGE;
+}
+
+static bool is_in_slot(const update_stream *stream) { return !stream->host || (stream->flags & UPDATE_COPY_IN); }
+
+uint64_t update_slot_offset(const update_chunk *chunk, uint32_t role)
+{
+    uint64_t offset = 0;
+    for (uint32_t other = 0; other < role; other++)
+        if (is_in_slot(&chunk->streams[other]))
+            offset += update_stream_bytes(chunk, other);
+    return offset;
+}
+
+void *update_stream_memory(const struct slot *slot, uint32_t role)
+{
+    const update_stream *stream = &slot_chunk(slot)->streams[role];
+    return is_in_slot(stream) ? slot->memory + update_slot_offset(slot_chunk(slot), role) : stream->host;
 }
 
 static void init_slots(update_pipeline *pipeline, uint8_t *memory)
 {
-    size_t slot_bytes = update_slot_bytes(pipeline->chunk_elems, pipeline->grad_elem_bytes);
     for (uint32_t i = 0; i < pipeline->num_slots; i++) {
         struct slot *slot = &pipeline->slots[i];
         slot->pipeline = pipeline;
-        slot->memory = memory + i * slot_bytes;
+        slot->memory = memory + i * pipeline->slot_bytes;
         slot->state = SLOT_FREE;
         slot->next_free = i + 1 < pipeline->num_slots ? slot + 1 : NULL;
         for (uint32_t role = 0; role < UPDATE_NUM_ROLES; role++)
@@ -87,16 +88,14 @@ static int start_worker(update_pipeline *pipeline)
 
 static bool config_is_valid(const update_config *config)
 {
-    return config->num_slots && config->num_threads && config->chunk_elems && config->chunk_elems % 2048 == 0 &&
-           (config->grad_elem_bytes == 2 || config->grad_elem_bytes == 4);
+    return config->num_slots && config->num_threads && config->slot_bytes && config->slot_bytes % UPDATE_PAGE == 0;
 }
 
 static void set_counts(update_pipeline *pipeline, const update_config *config)
 {
     uint32_t num_slots = config->num_slots;
     pipeline->num_slots = num_slots;
-    pipeline->chunk_elems = config->chunk_elems;
-    pipeline->grad_elem_bytes = config->grad_elem_bytes;
+    pipeline->slot_bytes = config->slot_bytes;
     pipeline->num_preread = config->num_preread ? config->num_preread : num_slots / 2;
     if (pipeline->num_preread > num_slots - 1)
         pipeline->num_preread = num_slots - 1;

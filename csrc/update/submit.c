@@ -5,28 +5,56 @@
 
 #include "internal.h"
 
-static bool stream_is_valid(const update_pipeline *pipeline, const update_stream *stream, uint32_t role)
+static uint32_t format_bytes(uint32_t format)
 {
-    static const uint32_t widths[UPDATE_GRAD] = {2, 2, 4, 4};
+    static const uint32_t bytes[] = {[SIMD_F32] = 4, [SIMD_BF16] = 2, [SIMD_F16] = 2, [SIMD_I8] = 1, [SIMD_U8] = 1};
+    return format < sizeof bytes / sizeof *bytes ? bytes[format] : 0;
+}
+
+static bool is_8_bits(const update_stream *state) { return state->format == SIMD_I8 || state->format == SIMD_U8; }
+
+/* Is `elem_bytes` what the role, or its format, takes? */
+static bool width_is_valid(const update_chunk *chunk, uint32_t role)
+{
+    const update_stream *stream = &chunk->streams[role];
+    switch (role) {
+    case UPDATE_GRAD:
+        return stream->format <= SIMD_F16 && stream->elem_bytes == format_bytes(stream->format);
+    case UPDATE_STATE_0:
+    case UPDATE_STATE_1:
+        return stream->elem_bytes == 0 || (stream->format != SIMD_F16 && stream->elem_bytes == format_bytes(stream->format));
+    case UPDATE_SCALE_0:
+    case UPDATE_SCALE_1: {
+        const update_stream *state = &chunk->streams[role - UPDATE_SCALE_0 + UPDATE_STATE_0];
+        return stream->elem_bytes == (state->elem_bytes && is_8_bits(state) ? 4u : 0u);
+    }
+    default:
+        return stream->elem_bytes == 2;
+    }
+}
+
+static bool stream_is_valid(const update_chunk *chunk, uint32_t role)
+{
+    const update_stream *stream = &chunk->streams[role];
     bool copied = stream->flags & UPDATE_COPY_IN, late = stream->flags & UPDATE_AFTER_RELEASE;
     if ((copied && !stream->host) || (late && (stream->host || !stream->read_file)))
         return false;
-    if (role != UPDATE_GRAD)
-        return stream->elem_bytes == widths[role];
-    if (stream->format > SIMD_F16 || stream->elem_bytes != (stream->format == SIMD_F32 ? 4u : 2u))
+    if (stream->elem_bytes == 0 && (stream->host || stream->read_file || stream->write_file))
         return false;
-    return (stream->host && !copied) || stream->elem_bytes <= pipeline->grad_elem_bytes;
+    return width_is_valid(chunk, role);
 }
 
 static bool chunk_is_valid(const update_pipeline *pipeline, const update_work *work, const update_chunk *chunk)
 {
-    if (chunk->num_elems == 0 || chunk->num_elems > pipeline->chunk_elems || chunk->unit >= work->num_units)
+    if (chunk->num_elems == 0 || chunk->unit >= work->num_units)
         return false;
     if ((uint64_t)chunk->first_segment + chunk->num_segments > work->num_segments)
         return false;
     for (uint32_t role = 0; role < UPDATE_NUM_ROLES; role++)
-        if (!stream_is_valid(pipeline, &chunk->streams[role], role))
+        if (!stream_is_valid(chunk, role))
             return false;
+    if (update_slot_offset(chunk, UPDATE_NUM_ROLES) > pipeline->slot_bytes)
+        return false;
     for (uint32_t i = 0; i < chunk->num_segments; i++) {
         const update_segment *segment = &work->segments[chunk->first_segment + i];
         if ((uint64_t)segment->start + segment->num_elems > chunk->num_elems)
@@ -82,8 +110,10 @@ static update_job *copy_job(update_pipeline *pipeline, const update_work *work)
     for (uint32_t i = 0; i < work->num_chunks; i++) {
         struct unit *unit = &job->units[job->chunks[i].unit];
         unit->remaining++;
-        job->starts[i] = unit->num_elems;
-        unit->num_elems += job->chunks[i].num_elems;
+        for (uint32_t role = 0; role < UPDATE_GRAD; role++) {
+            job->starts[i][role] = unit->num_bytes[role];
+            unit->num_bytes[role] += update_data_bytes(&job->chunks[i], role);
+        }
     }
     if ((work->flags & UPDATE_CHECKSUMS) && !update_init_sums(job)) {
         free_memory(job);

@@ -10,21 +10,19 @@
 #include "../crc/crc.h"
 #include "internal.h"
 
-static uint32_t num_blocks(const struct unit *unit, uint32_t elem_bytes)
+static uint32_t num_blocks(const struct unit *unit, uint32_t role)
 {
-    return (uint32_t)((unit->num_elems * elem_bytes + UPDATE_CHECKSUM_BYTES - 1) / UPDATE_CHECKSUM_BYTES);
+    return (uint32_t)((unit->num_bytes[role] + UPDATE_CHECKSUM_BYTES - 1) / UPDATE_CHECKSUM_BYTES);
 }
 
-static const uint32_t elem_bytes_of[UPDATE_GRAD] = {2, 2, 4, 4};
-
-/* Roles of which every chunk is written; what a job leaves as it is in part cannot be told from here. */
+/* Roles of which every chunk that has them is written; what a job leaves as it is in part cannot be told from here. */
 static void find_written(const update_job *job, uint8_t *written)
 {
     for (uint32_t unit = 0; unit < job->num_units; unit++)
         written[unit] = (1u << UPDATE_GRAD) - 1;
     for (uint32_t i = 0; i < job->num_chunks; i++)
         for (uint32_t role = 0; role < UPDATE_GRAD; role++)
-            if (!job->chunks[i].streams[role].write_file)
+            if (!job->chunks[i].streams[role].write_file && job->chunks[i].streams[role].elem_bytes)
                 written[job->chunks[i].unit] &= (uint8_t)~(1u << role);
 }
 
@@ -37,14 +35,14 @@ bool update_init_sums(update_job *job)
     find_written(job, written);
     for (uint32_t unit = 0; unit < job->num_units; unit++)
         for (uint32_t role = 0; role < UPDATE_GRAD; role++)
-            count += num_blocks(&job->units[unit], elem_bytes_of[role]);
+            count += num_blocks(&job->units[unit], role);
     job->sums = calloc(count + 1, sizeof *job->sums);
     uint32_t *next = job->sums;
     for (uint32_t unit = 0; job->sums && unit < job->num_units; unit++)
         for (uint32_t role = 0; role < UPDATE_GRAD; role++)
             if (written[unit] & 1u << role) {
                 job->units[unit].sums[role] = next;
-                next += num_blocks(&job->units[unit], elem_bytes_of[role]);
+                next += num_blocks(&job->units[unit], role);
             }
     free(written);
     return job->sums != NULL;
@@ -55,9 +53,8 @@ static void add_role(struct slot *slot, uint32_t role)
     const update_job *job = slot->job;
     const struct unit *unit = &job->units[slot_chunk(slot)->unit];
     const uint8_t *data = update_stream_memory(slot, role);
-    uint64_t at = job->starts[slot->chunk] * elem_bytes_of[role];
-    uint64_t stop = at + (uint64_t)slot_chunk(slot)->num_elems * elem_bytes_of[role];
-    uint64_t unit_stop = unit->num_elems * elem_bytes_of[role];
+    uint64_t at = job->starts[slot->chunk][role], stop = at + update_data_bytes(slot_chunk(slot), role);
+    uint64_t unit_stop = unit->num_bytes[role];
     while (at < stop) {
         uint64_t block = at / UPDATE_CHECKSUM_BYTES, block_stop = (block + 1) * UPDATE_CHECKSUM_BYTES;
         if (block_stop > unit_stop)
@@ -88,7 +85,7 @@ int update_job_checksums(const update_job *job, uint32_t unit, uint32_t role, ui
     if (!ended)
         return -EAGAIN;
     const uint32_t *sums = role < UPDATE_GRAD ? job->units[unit].sums[role] : NULL;
-    uint32_t count = sums ? num_blocks(&job->units[unit], elem_bytes_of[role]) : 0;
+    uint32_t count = sums ? num_blocks(&job->units[unit], role) : 0;
     for (uint32_t i = 0; i < count && i < capacity; i++)
         out[i] = sums[i];
     return (int)count;

@@ -31,8 +31,10 @@
 #include "../aio/aio.h"
 #include "../simd/simd.h"
 
-enum update_role { UPDATE_PARAM = 0, UPDATE_MASTER_LO = 1, UPDATE_EXP_AVG = 2, UPDATE_EXP_AVG_SQ = 3, UPDATE_GRAD = 4,
-                   UPDATE_NUM_ROLES = 5 };
+/* States: an algorithm's first and second, for Adam exp_avg and exp_avg_sq.  Scales: of states in eight bits, 4 bytes for
+ * each SIMD_BLOCK elements. */
+enum update_role { UPDATE_PARAM = 0, UPDATE_MASTER_LO = 1, UPDATE_STATE_0 = 2, UPDATE_STATE_1 = 3, UPDATE_SCALE_0 = 4,
+                   UPDATE_SCALE_1 = 5, UPDATE_GRAD = 6, UPDATE_NUM_ROLES = 7 };
 
 /* Where one role of one chunk comes from and goes to.  Exactly one of `host` / a slot holds it while the kernel runs. */
 typedef struct update_stream {
@@ -43,8 +45,8 @@ typedef struct update_stream {
     uint64_t read_offset;
     const aio_file *write_file; /* NULL: not written */
     uint64_t write_offset;
-    uint32_t elem_bytes;        /* 2 or 4 */
-    uint16_t format;            /* enum simd_format, of the gradient; 0 elsewhere */
+    uint32_t elem_bytes;        /* 1, 2 or 4; of a scale: 4 a block; 0: the chunk has no such role */
+    uint16_t format;            /* enum simd_format, of the gradient and of states; 0 elsewhere */
     uint16_t flags;             /* enum update_stream_flags */
 } update_stream;
 
@@ -56,7 +58,7 @@ enum update_stream_flags {
 typedef struct update_chunk {
     uint64_t deadline;      /* smaller is more urgent: the unit's next use */
     uint32_t unit;          /* 0 <= unit < num_units of the job; the chunks of a unit stand in the order of its bytes */
-    uint32_t num_elems;     /* 1 to chunk_elems of the pipeline; transfers are rounded up to 4096 bytes */
+    uint32_t num_elems;     /* >= 1; transfers are rounded up to 4096 bytes; what is not in `host` must fit a slot */
     uint32_t first_segment;
     uint32_t num_segments;
     update_stream streams[UPDATE_NUM_ROLES];
@@ -98,9 +100,8 @@ typedef struct update_pipeline update_pipeline;
 typedef struct update_job update_job;
 
 typedef struct update_config {
+    uint64_t slot_bytes;      /* a multiple of 4096 */
     uint32_t num_slots;       /* >= 1 */
-    uint32_t chunk_elems;     /* a multiple of 2048 */
-    uint32_t grad_elem_bytes; /* room for gradients in a slot: 2 or 4 bytes an element */
     uint32_t num_threads;     /* of the kernels, >= 1 */
     uint32_t num_preread;     /* slots that units which are not released may hold; 0: half of all.  Cut to num_slots - 1 */
     uint32_t num_writing;     /* slots whose writes may be in flight: the next kernel waits, so that reads find slots too;
@@ -120,8 +121,6 @@ typedef struct update_work {
     uint32_t flags;
 } update_work;
 
-/* Bytes of one slot for `chunk_elems` (a multiple of 2048): all roles, each 4096-aligned. */
-size_t update_slot_bytes(uint32_t chunk_elems, uint32_t grad_elem_bytes);
 /* `slots`: num_slots * slot_bytes, 4096-aligned, owned by the caller, outlives the pipeline. */
 int update_open(aio_queue *queue, void *slots, const update_config *config, update_pipeline **out);
 void update_close(update_pipeline *pipeline); /* cancels what is waiting, joins */

@@ -52,16 +52,22 @@ static void run_segment(struct slot *slot, const update_segment *segment, struct
 {
     const update_stream *grad = &slot_chunk(slot)->streams[UPDATE_GRAD];
     const size_t start = segment->start;
-    const simd_streams at = {
+    simd_streams at = {
         .hi = (uint16_t *)update_stream_memory(slot, UPDATE_PARAM) + start,
         .lo = (int16_t *)update_stream_memory(slot, UPDATE_MASTER_LO) + start,
-        .state = {(float *)update_stream_memory(slot, UPDATE_EXP_AVG) + start,
-                  (float *)update_stream_memory(slot, UPDATE_EXP_AVG_SQ) + start},
         .grad = (uint8_t *)update_stream_memory(slot, UPDATE_GRAD) + start * grad->elem_bytes,
         .grad_format = grad->format,
         .key = segment->key,
         .first = segment->first,
     };
+    for (uint32_t i = 0; i < 2; i++) {
+        const update_stream *state = &slot_chunk(slot)->streams[UPDATE_STATE_0 + i];
+        at.state_format[i] = state->format;
+        if (state->elem_bytes)
+            at.state[i] = (uint8_t *)update_stream_memory(slot, UPDATE_STATE_0 + i) + start * state->elem_bytes;
+        if (slot_chunk(slot)->streams[UPDATE_SCALE_0 + i].elem_bytes)
+            at.scale[i] = (float *)update_stream_memory(slot, UPDATE_SCALE_0 + i) + start / SIMD_BLOCK;
+    }
     int rc = simd_pool_update(slot->pipeline->pool, &at, segment->num_elems, &slot->job->rows[segment->row]);
     totals->elems += segment->num_elems;
     totals->nonfinite += rc == SIMD_NONFINITE;

@@ -9,7 +9,6 @@ So what decides the units (thresholds, later the number of ranks) may change bet
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -18,21 +17,15 @@ from typing import Any
 
 from offload.checkpoint.load import Checkpoint, Loaded, progress_bar, told
 from offload.errors import StoreCorrupt
-from offload.partition.unit import ELEM_BYTES, Role
+from offload.partition.described import tensors_of, units_of
+from offload.partition.states import BLOCK_ELEMS, MOMENTS, SCALES, Role
+from offload.partition.unit import Slot, Unit, round_up
 from offload.store import checksum, durable, files
 from offload.store.extents import FileLayout
 from offload.store.format import UnitFlag
 from offload.store.store import Store
 
 PIECE_BYTES = 4 << 20
-
-
-@dataclass(frozen=True)
-class _Place:
-    """A tensor in one layout: its unit, and its first element there."""
-
-    unit: str
-    start: int
 
 
 @dataclass(frozen=True)
@@ -43,15 +36,6 @@ class _Move:
     read_at: int
     write_at: int
     num_bytes: int
-
-
-def tensors_of(layout: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Tensors by name, without their places."""
-    return {
-        tensor["name"]: {key: value for key, value in tensor.items() if key != "start"}
-        for unit in layout["units"]
-        for tensor in unit["tensors"]
-    }
 
 
 def is_regrouped(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
@@ -72,7 +56,7 @@ def regroup_into(store: Store, checkpoint: Checkpoint) -> Loaded:
                 raise StoreCorrupt(f"{problem}.")
         store.begin()
         regrouping = _Regrouping(store, checkpoint, source, bar.update)
-        zero = [unit["name"] for unit in store.manifest.layout["units"] if regrouping.fill(unit)]
+        zero = [unit.name for unit in units_of(store.manifest.layout) if regrouping.fill(unit)]
     sides = {layout.unit: store.spare(layout.unit) for layout in store.manifest.files}
     return Loaded(sides, frozenset(zero), None)
 
@@ -90,18 +74,19 @@ class _Regrouping:
         self._progress = progress
         self._places = _places(checkpoint.manifest.layout)
 
-    def fill(self, unit: Mapping[str, Any]) -> bool:
+    def fill(self, unit: Unit) -> bool:
         """Copy the tensors of `unit`; True when all of its moments are zero."""
-        name = unit["name"]
+        name = unit.name
         target = self._store.files.layout(name)
         all_zero = True
         with _descriptor(self._store.files.path(name, self._store.spare(name)), os.O_WRONLY) as fd:
-            for tensor in unit["tensors"]:
-                place = self._places[tensor["name"]]
-                zero = UnitFlag.MOMENTS_ZERO in self._record.flags[place.unit]
+            for slot in unit.slots:
+                found = self._places[slot.tensor.name]
+                source = found[0].name
+                zero = UnitFlag.MOMENTS_ZERO in self._record.flags[source]
                 all_zero &= zero
-                moves = _moves(tensor, place, self._source.layout(place.unit), target)
-                self._copy(place.unit, fd, moves, zero=zero)
+                moves = _moves((unit, slot), found, self._source.layout(source), target)
+                self._copy(source, fd, moves, zero=zero)
         return all_zero
 
     def _copy(self, unit: str, fd: int, moves: Iterable[_Move], *, zero: bool) -> None:
@@ -110,7 +95,7 @@ class _Regrouping:
             for move in moves:
                 for start in range(0, move.num_bytes, PIECE_BYTES):
                     size = min(PIECE_BYTES, move.num_bytes - start)
-                    if zero and move.role in checksum.MOMENTS:
+                    if zero and move.role in MOMENTS:
                         data = bytes(size)
                     else:
                         data = _read(source, size, move.read_at + start, path)
@@ -118,24 +103,28 @@ class _Regrouping:
                     self._progress(size)
 
 
+_Place = tuple[Unit, Slot]  # a tensor in one layout
+
+
 def _places(layout: Mapping[str, Any]) -> dict[str, _Place]:
-    return {
-        tensor["name"]: _Place(unit["name"], tensor["start"])
-        for unit in layout["units"]
-        for tensor in unit["tensors"]
-    }
+    return {slot.tensor.name: (unit, slot) for unit in units_of(layout) for slot in unit.slots}
 
 
-def _moves(
-    tensor: Mapping[str, Any], place: _Place, source: FileLayout, target: FileLayout
-) -> Iterator[_Move]:
-    num_elems = math.prod(tensor["shape"])
+def _moves(to: _Place, of: _Place, source: FileLayout, target: FileLayout) -> Iterator[_Move]:
     for role, there in target.roles.items():
-        size = ELEM_BYTES[role]
-        if (tensor["start"] + num_elems) * size <= there.num_bytes:  # frozen: in `param` only
-            read_at = source.roles[role].offset + place.start * size
-            write_at = there.offset + tensor["start"] * size
-            yield _Move(role, read_at, write_at, num_elems * size)
+        start, stop = _span(*to, role)
+        first, _ = _span(*of, role)
+        if start < stop <= there.num_bytes:  # frozen: in `param` only
+            read_at = source.roles[role].offset + first
+            yield _Move(role, read_at, there.offset + start, stop - start)
+
+
+def _span(unit: Unit, slot: Slot, role: Role) -> tuple[int, int]:
+    """The bytes of a tensor in the flat buffer of `role`; of its scales, each block's."""
+    stop = slot.stop
+    if role in SCALES:
+        stop = round_up(stop, BLOCK_ELEMS)
+    return unit.byte_of(role, slot.start), unit.byte_of(role, stop)
 
 
 def _read(fd: int, num_bytes: int, offset: int, path: Path) -> bytes:

@@ -27,7 +27,9 @@ from offload.optim.packing import Packing
 from offload.optim.rules import Rule
 from offload.optim.torch_rule import TorchRule
 from offload.partition.chunk import CHUNK_MULTIPLE
-from offload.partition.unit import STATE_ROLES, Role, Unit, round_up
+from offload.partition.described import describe_units, tensors_of
+from offload.partition.states import FP32_MOMENTS, StateTable
+from offload.partition.unit import Unit, round_up
 from offload.runtime.discover import Discovery, discover
 from offload.schedule.placement import (
     Formats,
@@ -60,6 +62,7 @@ class Blueprint:
     drives: Drives
     rule: Rule
     packings: Mapping[str, Packing]  # of units by name; empty: states are as the weights are
+    states: StateTable
 
     @property
     def exact(self) -> bool:
@@ -85,15 +88,19 @@ def plan(model: nn.Module, config: EngineConfig, rule: Rule) -> Blueprint:
     device = config.device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     compute = config.compute_dtype or default_compute_dtype(device, config.dtype)
     exact = config.dtype is torch.float32
+    states = choose_states(rule, config.state_dtype)
     found = discover(
-        model, persistence_threshold=config.param_persistence_threshold, exact=exact
+        model, persistence_threshold=config.param_persistence_threshold, exact=exact,
+        states=states,
     )  # fmt: skip
     if not found.parameters:
         raise ConfigError(f"model {type(model).__name__}: expected float parameters, got none.")
     several = config.gradient_accumulation_steps > 1
     formats = Formats(
-        weight=4 if exact else 2, compute=compute.itemsize, grad=4 if several or exact else 2
-    )
+        weight=4 if exact else 2, compute=compute.itemsize, grad=4 if several or exact else 2,
+        # Chunks that torch updates are fp32, whatever roles there are.
+        states=FP32_MOMENTS if isinstance(rule, TorchRule) else states,
+    )  # fmt: skip
     least = device_least_bytes(found.units, found.persistent, formats)
     largest = max((unit.num_elems for unit in found.units), default=0) * formats.compute
     device_memory = config.device_memory or _free_device(device, least + largest)
@@ -113,8 +120,21 @@ def plan(model: nn.Module, config: EngineConfig, rule: Rule) -> Blueprint:
     )  # fmt: skip
     return Blueprint(
         config, model, device, compute, found, formats, placement, device_memory, threads,
-        plan_drives(config), rule, packings,
+        plan_drives(config), rule, packings, states,
     )  # fmt: skip
+
+
+def choose_states(rule: Rule, dtype: str) -> StateTable:
+    """The roles of the rule's states; raises ConfigError for a type that it cannot have."""
+    if not isinstance(rule, TorchRule):
+        return StateTable.of(rule.states, dtype)
+    if dtype != "fp32":
+        raise ConfigError(
+            f"state_dtype: expected 'fp32' with optimizer {rule.name}, which has no kernel, got"
+            f" {dtype!r}. Leave it out."
+        )
+    # Where whole tensors are updated, their packed states lie in the first of two roles.
+    return FP32_MOMENTS if rule.whole else StateTable.of(rule.states, dtype)
 
 
 def pack(rule: Rule, units: Iterable[Unit]) -> dict[str, Packing]:
@@ -167,25 +187,10 @@ def _free_device(device: torch.device, cpu_default: int) -> int:
 
 def describe_layout(blueprint: Blueprint) -> dict[str, Any]:
     """What a store is compared with when it is opened."""
-    units = [
-        {
-            "name": unit.name,
-            "tensors": [
-                {
-                    "name": slot.tensor.name,
-                    "shape": list(slot.tensor.shape),
-                    "trainable": slot.tensor.trainable,
-                    "start": slot.start,
-                }
-                for slot in unit.slots
-            ],
-        }
-        for unit in blueprint.units
-    ]
     dtype = str(blueprint.config.dtype).removeprefix("torch.")
     return {
-        "dtype": dtype, "state_dtype": "float32", "optimizer": blueprint.rule.name,
-        "states": list(blueprint.rule.states), "units": units,
+        "dtype": dtype, "optimizer": blueprint.rule.name,
+        **describe_units(blueprint.units, blueprint.states),
     }  # fmt: skip
 
 
@@ -194,8 +199,10 @@ def store_name(blueprint: Blueprint) -> str:
     if blueprint.config.name:
         return blueprint.config.name
     layout = describe_layout(blueprint)
-    # Not the optimizer: the same model with another one must find this store, and be refused.
-    text = json.dumps({key: layout[key] for key in ("dtype", "units")}, sort_keys=True)
+    # Not the optimizer and its state: the same model with another one must find this store, and be
+    # refused.
+    tensors = sorted(tensors_of(layout).items())
+    text = json.dumps([layout["dtype"], tensors], sort_keys=True)
     return f"{type(blueprint.model).__name__}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
 
 
@@ -279,8 +286,7 @@ def divide(blueprint: Blueprint) -> HostMemory:
 
 def state_bytes(units: tuple[Unit, ...]) -> int:
     """Bytes of one side of all state."""
-    sizes = {Role.PARAM: 2, Role.MASTER_LO: 2, Role.EXP_AVG: 4, Role.EXP_AVG_SQ: 4}
-    return sum(unit.role_elems(role) * sizes[role] for unit in units for role in STATE_ROLES)
+    return sum(unit.role_bytes(role) for unit in units for role in unit.roles)
 
 
 def kernel_threads(blueprint: Blueprint) -> kernels.Threads | None:

@@ -219,7 +219,7 @@ def _pipeline(ground: Ground) -> Pipeline:
         )  # fmt: skip
     return UpdatePipeline(
         ground.queue, ground.memory.update.view, num_slots=placement.update_slots,
-        chunk_elems=placement.chunk_elems, grad_elem_bytes=SUM_BYTES,
+        slot_bytes=placement.update_slot_bytes,
         num_threads=ground.blueprint.threads.update,
     )  # fmt: skip
 

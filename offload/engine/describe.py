@@ -15,7 +15,9 @@ def describe(parts: Parts) -> str:
     units, small = blueprint.found.units, blueprint.found.persistent
     state = state_bytes(blueprint.units)
     num = sum(unit.num_tensor_elems for unit in blueprint.units)
-    trainable = sum(unit.trainable_elems for unit in blueprint.units)
+    written = sum(
+        unit.byte_of(role, unit.trainable_elems) for unit in blueprint.units for role in unit.roles
+    )
     folder = ", ".join(str(path) for path in parts.ground.store.folders)
     found = parts.ground.store.committed.generation if parts.ground.store.committed else 0
     held = len(placement.held)
@@ -27,7 +29,7 @@ def describe(parts: Parts) -> str:
         f" state {_size(state)} ({_size(state + 2 * num)} with gradients)",
         f"disk      {folder}: {_size(parts.ground.store.disk_bytes)} in {_sides(parts)};"
         f" {'resumed' if parts.ground.resumed else 'new'}, generation {found};"
-        f" {_size(12 * trainable)} written per step",
+        f" {_size(written)} written per step",
         f"host      {_size(placement.total_bytes)}: {placement.fetch_slots} fetch,"
         f" {placement.update_slots} update, {placement.spill_slots} spill slots of"
         f" {placement.chunk_elems:,} elements; gradients of {held} units"
@@ -38,7 +40,8 @@ def describe(parts: Parts) -> str:
         f"engine    {parts.ground.queue.backend}, blocks of {drives.block_bytes >> 10} KiB,"
         f" {drives.read_depth} + {drives.write_depth} in flight a drive ({drives.source});"
         f" kernels {kernels.variant()}",
-        f"update    {blueprint.rule.name}; {_threads(blueprint.threads)}",
+        f"update    {blueprint.rule.name}, state in {blueprint.states.dtype};"
+        f" {_threads(blueprint.threads)}",
     ]
     lines += [f"left      {reason}" for reason in blueprint.found.left_alone]
     return "\n".join(lines)

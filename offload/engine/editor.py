@@ -25,12 +25,11 @@ from offload.engine.ledger import Ledger
 from offload.engine.reader import Reader
 from offload.engine.rewriting import commit_rewritten
 from offload.partition.chunk import Chunk, chunks_of
-from offload.partition.unit import ELEM_BYTES, STATE_ROLES, STORE_ALIGN_BYTES, Role, round_up
+from offload.partition.states import HALVES, MOMENTS
+from offload.partition.unit import STORE_ALIGN_BYTES, Role, Unit, round_up
 from offload.runtime.binding import BoundUnit
-from offload.runtime.persistent import DTYPES, PersistentState
+from offload.runtime.persistent import PersistentState
 from offload.runtime.residency import Residency
-
-_HALVES = (Role.PARAM, Role.MASTER_LO)
 
 
 class Editor:
@@ -112,12 +111,25 @@ class Editor:
         for chunk in chunks_of(unit.num_elems, self._chunk_elems):
             pieces = {
                 role: self._reader.role_range(unit, role, chunk.start, stop)
-                for role in STATE_ROLES
+                for role in HALVES
                 if (stop := min(chunk.stop, unit.role_elems(role))) > chunk.start
             }
             self._replace(bound, chunk, pieces)
             for role, piece in pieces.items():
-                self._write(unit.name, role, side, chunk.start * ELEM_BYTES[role], piece)
+                self._write(unit.name, role, side, 2 * chunk.start, piece.view(torch.uint8))
+        if unit.index not in self._ledger.zero_moments:
+            self._copy_states(unit, side)
+
+    def _copy_states(self, unit: Unit, side: int) -> None:
+        piece_bytes = round_up(2 * self._chunk_elems, STORE_ALIGN_BYTES)
+        for role in unit.roles:
+            if role not in MOMENTS:
+                continue
+            num_bytes = unit.role_bytes(role)
+            for start in range(0, num_bytes, piece_bytes):
+                stop = min(start + piece_bytes, num_bytes)
+                piece = self._reader.data_range(unit, role, start, stop)
+                self._write(unit.name, role, side, start, piece)
 
     def _replace(
         self, bound: BoundUnit, chunk: Chunk, pieces: dict[Role, torch.Tensor]
@@ -129,7 +141,7 @@ class Editor:
         hi = torch.empty(chunk.num_elems, dtype=torch.bfloat16)
         lo = torch.empty(chunk.num_elems, dtype=torch.int16)
         kernels.split(live.float(), hi, lo)
-        for role, new in zip(_HALVES, (hi, lo), strict=True):
+        for role, new in zip(HALVES, (hi, lo), strict=True):
             if role not in pieces:
                 continue
             num = len(pieces[role])
@@ -139,11 +151,10 @@ class Editor:
                 self._persistent.tensor(role)[chunk.start : chunk.start + num] = pieces[role]
 
     def _write(self, name: str, role: Role, side: int, offset: int, piece: torch.Tensor) -> None:
-        num_bytes = round_up(len(piece) * ELEM_BYTES[role], STORE_ALIGN_BYTES)
+        """Write `piece`, uint8, at byte `offset` of a role."""
         at = self._ledger.store.extent(name, role, side)
-        with aio.Buffer(num_bytes) as buffer:
-            target = torch.frombuffer(buffer.view, dtype=DTYPES[role], count=len(piece))
-            target.copy_(piece)
+        with aio.Buffer(round_up(len(piece), STORE_ALIGN_BYTES)) as buffer:
+            torch.frombuffer(buffer.view, dtype=torch.uint8, count=len(piece)).copy_(piece)
             self._queue.write(at.file, buffer.view, at.offset + offset).wait()
 
 

@@ -1,6 +1,6 @@
 """Make the state that another system saved this engine's next generation.
 
-shares of all ranks --fp32 pieces--> split --> param | master_lo | exp_avg | exp_avg_sq
+shares of all ranks --fp32 pieces--> split --> param | master_lo | states
                                                of each unit's spare side, then one commit
 """
 
@@ -20,19 +20,15 @@ from offload.engine.connect import Ground, Parts
 from offload.engine.rewriting import commit_rewritten
 from offload.errors import StateError
 from offload.interchange.deepspeed import ZeroCheckpoint
-from offload.partition.chunk import Chunk, chunks_of, segments_of
-from offload.partition.unit import (
-    ELEM_BYTES,
-    STATE_ROLES,
-    STORE_ALIGN_BYTES,
-    Role,
-    Slot,
-    Unit,
-    round_up,
-)
+from offload.partition.chunk import Chunk, chunks_of, segments_of, state_chunks
+from offload.partition.states import BLOCK_ELEMS, SCALES, STATES, STORE_ALIGN_BYTES, Role
+from offload.partition.unit import Slot, Unit, round_up
 from offload.runtime.persistent import DTYPES
 
 _LANES = 2  # chunks in flight
+_TYPES = {
+    "float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.int8, "uint8": torch.uint8
+}  # fmt: skip
 
 
 def import_zero(
@@ -52,7 +48,7 @@ def import_zero(
     sides = {unit.name: ground.store.spare(unit.name) for unit in ground.blueprint.units}
     with contextlib.closing(_Writer(ground)) as writer:
         for unit in ground.blueprint.units:
-            for chunk in chunks_of(unit.num_elems, writer.chunk_elems):
+            for chunk in _chunks(unit, writer.chunk_elems):
                 writer.write(unit, chunk, sides[unit.name], _Source(checkpoint, found))
     commit_rewritten(ground.ledger, sides, adopt(found), zero_moments=())
     standstill.refresh(parts)
@@ -94,6 +90,16 @@ class _Source:
         else:
             shares.read(start, out)
 
+    def step_count(self, slot: Slot) -> int:
+        return self.checkpoint.step_count(self.names[slot.tensor.name])
+
+
+def _chunks(unit: Unit, chunk_elems: int) -> Iterator[Chunk]:
+    """Those of an update, then those of the frozen tensors."""
+    yield from state_chunks(unit, chunk_elems)
+    for chunk in chunks_of(unit.num_elems - unit.trainable_elems, chunk_elems):
+        yield Chunk(chunk.index, unit.trainable_elems + chunk.start, chunk.num_elems)
+
 
 class _Writer:
     """Writes chunks of all roles through a few buffers."""
@@ -102,9 +108,9 @@ class _Writer:
         self.chunk_elems = ground.blueprint.placement.chunk_elems
         self._store = ground.store
         self._queue = ground.queue
-        self._master = torch.empty(self.chunk_elems, dtype=torch.float32)
-        num_bytes = sum(self._role_bytes(role) for role in STATE_ROLES)
-        self._buffer = aio.Buffer(_LANES * num_bytes)
+        self._values = torch.empty(self.chunk_elems, dtype=torch.float32)
+        num_bytes = ground.blueprint.states.slot_bytes(self.chunk_elems, 0)
+        self._buffer = aio.Buffer(_LANES * round_up(num_bytes, STORE_ALIGN_BYTES))
         self._free = deque(
             self._buffer.view[i * num_bytes :][:num_bytes] for i in range(_LANES)
         )  # fmt: skip
@@ -116,19 +122,12 @@ class _Writer:
             self._retire()
         lane = self._free.popleft()
         tickets = []
-        views = dict(self._views(lane))
-        tensors = {
-            role: torch.frombuffer(view, dtype=DTYPES[role])[: chunk.num_elems]
-            for role, view in views.items()
-        }
-        self._fill(unit, chunk, tensors, source)
-        for role, view in views.items():
-            num_elems = min(chunk.stop, unit.role_elems(role)) - chunk.start
-            if num_elems > 0:
-                at = self._store.extent(unit.name, role, side)
-                data = view[: round_up(num_elems * ELEM_BYTES[role], STORE_ALIGN_BYTES)]
-                offset = at.offset + chunk.start * ELEM_BYTES[role]
-                tickets.append(self._queue.write(at.file, data, offset))
+        places = _Places(unit, chunk, lane)
+        self._fill(places, source)
+        for role, view in places.views.items():
+            at = self._store.extent(unit.name, role, side)
+            offset = at.offset + unit.byte_of(role, chunk.start)
+            tickets.append(self._queue.write(at.file, view, offset))
         self._flying.append((lane, tickets))
 
     def close(self) -> None:
@@ -142,20 +141,27 @@ class _Writer:
                     with contextlib.suppress(aio.IOFailed):
                         ticket.wait()
 
-    def _fill(
-        self, unit: Unit, chunk: Chunk, tensors: Mapping[Role, torch.Tensor], source: _Source
-    ) -> None:  # fmt: skip
-        for tensor in tensors.values():
-            tensor.zero_()
-        for segment in segments_of(unit, chunk):
+    def _fill(self, places: _Places, source: _Source) -> None:
+        for view in places.views.values():
+            torch.frombuffer(view, dtype=torch.uint8).zero_()
+        for segment in segments_of(places.unit, places.chunk):
             stop = segment.chunk_start + segment.num_elems
-            pieces = {role: tensor[segment.chunk_start : stop] for role, tensor in tensors.items()}
-            master = self._master[: segment.num_elems]
-            source.read(segment.slot, None, segment.tensor_start, master)
-            kernels.split(master, pieces[Role.PARAM], pieces[Role.MASTER_LO])
+            values = self._values[: segment.num_elems]
+            source.read(segment.slot, None, segment.tensor_start, values)
+            lo = torch.empty(len(values), dtype=torch.int16)
+            kernels.split(values, places.half(Role.PARAM)[segment.chunk_start : stop], lo)
+            if Role.MASTER_LO in places.views:
+                places.half(Role.MASTER_LO)[segment.chunk_start : stop] = lo
             if segment.slot.tensor.trainable:
-                for role in (Role.EXP_AVG, Role.EXP_AVG_SQ):
-                    source.read(segment.slot, role, segment.tensor_start, pieces[role])
+                for index, role in enumerate(places.unit.states.states):
+                    source.read(segment.slot, role, segment.tensor_start, values)
+                    kernels.state_encode(
+                        values, places.state(role, segment.chunk_start, stop), index=index,
+                        step=source.step_count(segment.slot),
+                        origin=kernels.Origin(
+                            kernels.tensor_key(segment.slot.tensor.name), segment.tensor_start
+                        ),
+                    )  # fmt: skip
 
     def _retire(self) -> None:
         lane, tickets = self._flying.popleft()
@@ -163,12 +169,34 @@ class _Writer:
         for ticket in tickets:
             ticket.wait()
 
-    def _role_bytes(self, role: Role) -> int:
-        return round_up(self.chunk_elems * ELEM_BYTES[role], STORE_ALIGN_BYTES)
 
-    def _views(self, lane: memoryview) -> Iterator[tuple[Role, memoryview]]:
+class _Places:
+    """The roles of one chunk in a lane, one after the other."""
+
+    def __init__(self, unit: Unit, chunk: Chunk, lane: memoryview) -> None:
+        self.unit = unit
+        self.chunk = chunk
+        self.views: dict[Role, memoryview] = {}
         start = 0
-        for role in STATE_ROLES:
-            size = self._role_bytes(role)
-            yield role, lane[start : start + size]
-            start += size
+        for role in unit.roles:
+            stop = min(chunk.stop, unit.role_elems(role))
+            num_bytes = unit.byte_of(role, max(stop, chunk.start)) - unit.byte_of(role, chunk.start)
+            if num_bytes > 0:
+                size = round_up(num_bytes, STORE_ALIGN_BYTES)
+                self.views[role] = lane[start : start + size]
+                start += size
+
+    def half(self, role: Role) -> torch.Tensor:
+        """The chunk's elements of PARAM or MASTER_LO."""
+        return torch.frombuffer(self.views[role], dtype=DTYPES[role])[: self.chunk.num_elems]
+
+    def state(self, role: Role, start: int, stop: int) -> kernels.State:
+        """Elements [start, stop) of the chunk, in their format."""
+        packed = self.unit.is_packed(self.chunk.start)
+        dtype = _TYPES[self.unit.states.format(role, packed=packed)]
+        data = torch.frombuffer(self.views[role], dtype=dtype)[start:stop]
+        if not packed:
+            return kernels.State(role.value, data)
+        scales = torch.frombuffer(self.views[SCALES[STATES.index(role)]], dtype=torch.float32)
+        blocks = slice(start // BLOCK_ELEMS, -(-stop // BLOCK_ELEMS))
+        return kernels.State(role.value, data, scales[blocks])

@@ -7,7 +7,7 @@ from typing import Any
 import aio
 from offload.engine.ledger import Ledger
 from offload.memory.slab import Slots
-from offload.partition.unit import Role, Unit
+from offload.partition.unit import Unit
 from offload.runtime.initial import InitialWriter
 from offload.runtime.persistent import PersistentState
 from offload.runtime.source import InitialValues
@@ -61,8 +61,7 @@ def read_persistent(ledger: Ledger, queue: aio.Queue, persistent: PersistentStat
     index = persistent.unit.index
     moments = index not in ledger.zero_moments
     if not moments:
-        persistent.tensor(Role.EXP_AVG).zero_()
-        persistent.tensor(Role.EXP_AVG_SQ).zero_()
+        persistent.forget_moments()
     _transfer(ledger, queue.read, persistent, ledger.sides[index], moments=moments)
 
 

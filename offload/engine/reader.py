@@ -21,11 +21,15 @@ import aio
 from offload import kernels
 from offload.engine.ledger import Ledger
 from offload.errors import StoreError
-from offload.partition.unit import ELEM_BYTES, STORE_ALIGN_BYTES, Role, Slot, Unit, round_up
+from offload.partition.states import BLOCK_ELEMS, MOMENTS, SCALES, STATES
+from offload.partition.unit import STORE_ALIGN_BYTES, Role, Slot, Unit, round_up
 from offload.runtime.persistent import DTYPES, PersistentState
 from offload.store.store import Store
 
 PIECE_ELEMS = 1 << 20
+_TYPES = {
+    "float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.int8, "uint8": torch.uint8
+}  # fmt: skip
 
 
 class Reader:
@@ -46,9 +50,14 @@ class Reader:
         return self._where[name]
 
     def tensor_of(self, name: str, role: Role) -> torch.Tensor:
-        """A HOST copy of one role of one parameter, in its shape; frozen tensors have no state."""
+        """A HOST copy of one half of one parameter, in its shape."""
         unit, slot = self._where[name]
         return self.role_range(unit, role, slot.start, slot.stop).view(slot.tensor.shape)
+
+    def state_of(self, name: str, role: Role) -> torch.Tensor:
+        """A HOST copy of one state of a trainable parameter, in its shape and fp32."""
+        unit, slot = self._where[name]
+        return self.state_range(unit, role, slot.start, slot.stop).view(slot.tensor.shape)
 
     def master(self, name: str) -> torch.Tensor:
         """The fp32 master of a parameter, in its shape; of a frozen bf16 one, its value."""
@@ -71,26 +80,52 @@ class Reader:
         """The bf16 weights of elements [start, stop) of a unit."""
         return self.role_range(unit, Role.PARAM, start, stop)
 
+    def state_range(self, unit: Unit, role: Role, start: int, stop: int) -> torch.Tensor:
+        """Elements [start, stop) of one state of a unit, decoded to fp32; of one format.
+
+        Where they are packed, `start` is the first element of a block.
+        """
+        out = torch.empty(stop - start, dtype=torch.float32)
+        packed = unit.is_packed(start)
+        name = unit.states.format(role, packed=packed)
+        data = self.data_range(unit, role, *(unit.byte_of(role, at) for at in (start, stop)))
+        scale = None
+        if packed:
+            of = SCALES[STATES.index(role)]
+            blocks = (start, round_up(stop, BLOCK_ELEMS))
+            scale = self.data_range(unit, of, *(unit.byte_of(of, at) for at in blocks))
+            scale = scale.view(torch.float32)
+        kernels.state_decode(kernels.State(role.value, data.view(_TYPES[name]), scale), out)
+        return out
+
     def role_range(self, unit: Unit, role: Role, start: int, stop: int) -> torch.Tensor:
-        """A HOST copy of elements [start, stop) of one role of a unit."""
-        if self._persistent is not None and unit is self._persistent.unit:
-            return self._persistent.tensor(role)[start:stop].clone()
-        moment = role in (Role.EXP_AVG, Role.EXP_AVG_SQ)
-        if moment and unit.index in self._ledger.zero_moments:
-            return torch.zeros(stop - start, dtype=DTYPES[role])
+        """A HOST copy of elements [start, stop) of one half of a unit."""
+        if self._is_persistent(unit):
+            assert self._persistent is not None
+            return self._persistent.tensor(role)[start:stop].clone()  # of frozen tensors too
+        first, last = unit.byte_of(role, start), unit.byte_of(role, stop)
+        return self.data_range(unit, role, first, last).view(DTYPES[role])
+
+    def data_range(self, unit: Unit, role: Role, start: int, stop: int) -> torch.Tensor:
+        """A HOST copy of bytes [start, stop) of the flat buffer of a role, uint8."""
+        if self._is_persistent(unit):
+            assert self._persistent is not None
+            return self._persistent.data(role)[start:stop].clone()
+        if stop <= start or (role in MOMENTS and unit.index in self._ledger.zero_moments):
+            return torch.zeros(max(stop - start, 0), dtype=torch.uint8)
         at = self._ledger.place(unit.index, role)
-        size = ELEM_BYTES[role]
-        first = start * size // STORE_ALIGN_BYTES * STORE_ALIGN_BYTES
-        last = round_up(stop * size, STORE_ALIGN_BYTES)
-        if last == first:
-            return torch.empty(0, dtype=DTYPES[role])
+        first = start // STORE_ALIGN_BYTES * STORE_ALIGN_BYTES
+        last = round_up(stop, STORE_ALIGN_BYTES)
         with aio.Buffer(last - first) as buffer:
             ticket = self._queue.read(
                 at.file, buffer.view, at.offset + first, deadline=self._ledger.deadline()
             )
             ticket.wait()
-            data = bytearray(buffer.view[start * size - first : stop * size - first])
-        return torch.frombuffer(data, dtype=DTYPES[role])
+            data = bytearray(buffer.view[start - first : stop - first])
+        return torch.frombuffer(data, dtype=torch.uint8)
+
+    def _is_persistent(self, unit: Unit) -> bool:
+        return self._persistent is not None and unit is self._persistent.unit
 
 
 @contextlib.contextmanager

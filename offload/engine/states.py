@@ -10,9 +10,8 @@ from offload.engine.connect import Parts
 from offload.errors import ConfigError
 from offload.optim.packing import Packing
 from offload.optim.rules import Rule
-from offload.partition.unit import Role, Unit
-
-STATE_ROLES = (Role.EXP_AVG, Role.EXP_AVG_SQ)  # of the first state of a rule, and the second
+from offload.partition.states import STATES, Role
+from offload.partition.unit import Unit
 
 
 def optimizer_state(parts: Parts, name: str, state: str) -> torch.Tensor:
@@ -23,8 +22,8 @@ def optimizer_state(parts: Parts, name: str, state: str) -> torch.Tensor:
         return _packed_state(parts, blueprint.packings[unit.name], name, state)
     if state not in blueprint.rule.states:
         raise _unknown(blueprint.rule, blueprint.rule.states, name, state)
-    role = dict(zip(blueprint.rule.states, STATE_ROLES, strict=False))[state]
-    return parts.reader.tensor_of(name, role)
+    role = dict(zip(blueprint.rule.states, STATES, strict=False))[state]
+    return parts.reader.state_of(name, role)
 
 
 def check_adam(parts: Parts) -> None:
@@ -42,7 +41,7 @@ def _packed_state(parts: Parts, packing: Packing, name: str, state: str) -> torc
     if state not in pieces:
         raise _unknown(parts.ground.blueprint.rule, pieces, name, state)
     unit: Unit = parts.reader.find(name)[0]
-    stream = parts.reader.role_range(unit, Role.EXP_AVG, 0, packing.num_elems)
+    stream = parts.reader.state_range(unit, Role.EXP_AVG, 0, packing.num_elems)
     return pieces[state].of(stream).clone()
 
 

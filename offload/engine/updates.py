@@ -17,7 +17,8 @@ from offload.engine.ledger import Ledger
 from offload.optim.chunks import StreamPlace, UnitTemplate, stack
 from offload.optim.jobs import Job, Pipeline
 from offload.optim.pipeline import COPY_IN
-from offload.partition.unit import STATE_ROLES, Role, Unit
+from offload.partition.states import MOMENTS, Role
+from offload.partition.unit import Unit
 from offload.runtime.gradients import GradientKeeper, KeptUnit
 from offload.runtime.persistent import PersistentState
 
@@ -87,7 +88,7 @@ class UpdateBuilder:
         template = self._templates.get(key)
         # A side that a checkpoint shares has got another file.
         if template is None or any(file.closed for file in template.files):
-            streams = {role: self._state_place(unit, role, zero) for role in STATE_ROLES}
+            streams = {role: self._state_place(unit, role, zero) for role in unit.roles}
             streams[Role.GRAD] = _grad_place(kept)
             template = UnitTemplate.of(unit, chunk_elems=self._chunk_elems, streams=streams)
             self._templates[key] = template
@@ -99,7 +100,7 @@ class UpdateBuilder:
         to = (write.file, write.offset)
         if self._persistent is not None and unit is self._persistent.unit:
             return StreamPlace(host_address=self._persistent.region(role).address, write=to)
-        if zero and role in (Role.EXP_AVG, Role.EXP_AVG_SQ):
+        if zero and role in MOMENTS:
             return StreamPlace(write=to)
         return StreamPlace(read=(read.file, read.offset), write=to)
 
@@ -107,14 +108,19 @@ class UpdateBuilder:
 def _lend(
     chunks: NDArray[np.void], weights: Sequence[int], chunk_elems: int, *, exact: bool
 ) -> None:
-    """Let the first chunks take their weights from memory: a fetch slot holds param, master_lo."""
-    count = min(len(weights), len(chunks))
+    """Let the first chunks take their weights from memory: a fetch slot holds param, master_lo.
+
+    A chunk of the update lies within one chunk of the weights.
+    """
+    starts = np.cumsum(chunks["num_elems"], dtype=np.int64) - chunks["num_elems"]
+    slots, within = np.divmod(starts, chunk_elems)
+    count = int(np.count_nonzero(slots < len(weights)))
     if not count:
         return
-    addresses = np.array(weights[:count], np.uint64)
+    addresses = np.array(weights, np.uint64)[slots[:count]]
     for half in range(2 if exact else 1):
         stream = chunks["streams"][:count, half]
-        stream["host"] = addresses + np.uint64(2 * chunk_elems * half)
+        stream["host"] = addresses + (2 * (chunk_elems * half + within[:count])).astype(np.uint64)
         stream["flags"] = COPY_IN
 
 

@@ -15,12 +15,13 @@ import torch
 
 import aio
 from offload.config import DTYPES
-from offload.errors import StoreCorrupt, StoreError
+from offload.errors import StoreError
 from offload.interchange.export import Exportable, Held, Stored
 from offload.interchange.notes import ModelNotes
 from offload.interchange.read_ahead import WeightStream
 from offload.interchange.safetensors_file import TensorEntry
-from offload.partition.unit import Role, TensorSpec, Unit, lay_out
+from offload.partition.described import units_of
+from offload.partition.unit import Role, Unit
 from offload.store import folder, recover
 from offload.store.commits import CommitLog
 from offload.store.files import DataFiles, Extent
@@ -84,22 +85,6 @@ def _find(folders: Sequence[Path]) -> tuple[Manifest, tuple[Path, ...]]:
     name = found[0].name.removeprefix(_PREFIX)
     everything = folder.find([path.resolve().parent for path in folders], name)
     return manifest, recover.order_folders(everything, manifest)
-
-
-def units_of(layout: Mapping[str, Any]) -> list[Unit]:
-    """The units as the engine laid them out, from its description."""
-    units = []
-    for index, value in enumerate(layout["units"]):
-        tensors = [
-            TensorSpec(tensor["name"], tuple(tensor["shape"]), tensor["trainable"])
-            for tensor in value["tensors"]
-        ]
-        unit = lay_out(value["name"], index, tensors, exact=layout["dtype"] == "float32")
-        starts = {slot.tensor.name: slot.start for slot in unit.slots}
-        if any(starts[tensor["name"]] != tensor["start"] for tensor in value["tensors"]):
-            raise StoreCorrupt(f"unit {unit.name!r}: its tensors do not lie where the layout says.")
-        units.append(unit)
-    return units
 
 
 def exportable(

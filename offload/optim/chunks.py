@@ -27,13 +27,21 @@ from offload.optim.pipeline import (
     UPDATE_ROLES,
     file_address,
 )
-from offload.partition.unit import ELEM_BYTES, Role, Unit
+from offload.partition.chunk import state_borders
+from offload.partition.states import SCALE_BYTES, SCALES, STATES, Role
+from offload.partition.unit import Unit
 
 GRAD_FORMATS = {
     "float32": (4, int(lib.SIMD_F32)),
     "bfloat16": (2, int(lib.SIMD_BF16)),
     "float16": (2, int(lib.SIMD_F16)),
 }
+
+
+STATE_FORMATS = {
+    "float32": int(lib.SIMD_F32), "bfloat16": int(lib.SIMD_BF16), "int8": int(lib.SIMD_I8),
+    "uint8": int(lib.SIMD_U8),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -49,7 +57,7 @@ class StreamPlace:
     host_address: int | NDArray[np.uint64] | None = None
     read: tuple[aio.File, int] | None = None  # file, byte offset of the flat buffer
     write: tuple[aio.File, int] | None = None
-    elem_bytes: int = 0  # 0: the role's own
+    elem_bytes: int = 0  # of the gradient; 0: what the unit's table says
     format: int = 0  # enum simd_format, of the gradient
     copy_in: bool = False  # host memory is left as it is: copied when the kernel is about to run
     after_release: bool = False  # the file is read then, not before: it is still being written
@@ -82,15 +90,16 @@ class UnitTemplate:
     def of(
         cls, unit: Unit, *, chunk_elems: int, streams: Mapping[Role, StreamPlace]
     ) -> UnitTemplate:
-        """Cut `unit` into chunks of `chunk_elems` (a multiple of 2048); the last one is shorter."""
-        starts = np.arange(0, unit.trainable_elems, chunk_elems, dtype=np.uint64)
+        """Cut `unit` (see `state_borders`) into chunks of at most `chunk_elems`."""
+        borders = np.array(state_borders(unit, chunk_elems), np.int64)
+        starts = borders[:-1]
         chunks = np.zeros(len(starts), CHUNK)
-        chunks["num_elems"] = np.minimum(unit.trainable_elems - starts, chunk_elems)
+        chunks["num_elems"] = np.diff(borders)
         for index, role in enumerate(UPDATE_ROLES):
-            _fill_stream(chunks["streams"][:, index], starts, role, streams[role])
-        segments, tensors = _cut(unit, chunk_elems)
-        chunk_of_segment = segments["start"].astype(np.int64)  # still absolute
-        chunk_of_segment //= chunk_elems
+            if role in streams:
+                _fill_stream(chunks["streams"][:, index], unit, starts, role, streams[role])
+        segments, tensors = _cut(unit, borders)
+        chunk_of_segment = np.searchsorted(starts, segments["start"], side="right") - 1
         chunks["num_segments"] = np.bincount(chunk_of_segment, minlength=len(chunks))
         chunks["first_segment"] = np.cumsum(chunks["num_segments"]) - chunks["num_segments"]
         names = tuple(slot.tensor.name for slot in unit.slots)
@@ -98,7 +107,7 @@ class UnitTemplate:
         files = [file for place in streams.values() for file, _ in _files(place)]
         return cls(
             chunks,
-            _relative(segments, chunk_of_segment * chunk_elems, keys[tensors]),
+            _relative(segments, starts[chunk_of_segment], keys[tensors]),
             tensors,
             names,
             tuple(files),
@@ -149,49 +158,69 @@ def _files(place: StreamPlace) -> list[tuple[aio.File, int]]:
 
 def _fill_stream(
     stream: NDArray[np.void],  # (num_chunks,) STREAM, a view
-    starts: NDArray[np.uint64],  # (num_chunks,) elements
+    unit: Unit,
+    starts: NDArray[np.int64],  # (num_chunks,) elements
     role: Role,
     place: StreamPlace,
 ) -> None:
-    elem_bytes = place.elem_bytes or ELEM_BYTES[role]
-    stream["elem_bytes"] = elem_bytes
-    stream["format"] = place.format
-    offsets = starts * np.uint64(elem_bytes)
+    offsets = _describe(stream, unit, starts, role, place)
+    present = stream["elem_bytes"] > 0
     if isinstance(place.host_address, np.ndarray):
-        stream["host"] = place.host_address
+        stream["host"] = np.where(present, place.host_address, 0)
     elif place.host_address:
-        stream["host"] = offsets + np.uint64(place.host_address)
+        stream["host"] = np.where(present, offsets + np.uint64(place.host_address), 0)
     if place.copy_in:
         stream["flags"][stream["host"] != 0] = COPY_IN
     if place.read is not None:
         file, offset = place.read
         if place.after_release:
             stream["flags"][stream["host"] == 0] = AFTER_RELEASE
-        stream["read_file"] = file_address(file)
-        stream["read_offset"] = offsets + np.uint64(offset)
+        stream["read_file"] = np.where(present, file_address(file), 0)
+        stream["read_offset"] = np.where(present, offsets + np.uint64(offset), 0)
     if place.write is not None:
         file, offset = place.write
-        stream["write_file"] = file_address(file)
-        stream["write_offset"] = offsets + np.uint64(offset)
+        stream["write_file"] = np.where(present, file_address(file), 0)
+        stream["write_offset"] = np.where(present, offsets + np.uint64(offset), 0)
 
 
-def _cut(unit: Unit, chunk_elems: int) -> tuple[NDArray[np.void], NDArray[np.int64]]:
+def _describe(
+    stream: NDArray[np.void], unit: Unit, starts: NDArray[np.int64], role: Role,
+    place: StreamPlace,
+) -> NDArray[np.uint64]:  # fmt: skip
+    """Set type and size of each chunk's elements; return where it begins in the flat buffer."""
+    if place.elem_bytes or role is Role.GRAD:
+        stream["elem_bytes"], stream["format"] = place.elem_bytes, place.format
+        return (starts * place.elem_bytes).astype(np.uint64)
+    packed = starts < unit.packed_elems
+    if role in STATES:
+        states = unit.states
+        sizes = [states.state_bytes(packed=flag) for flag in (True, False)]
+        codes = [STATE_FORMATS[states.format(role, packed=flag)] for flag in (True, False)]
+        stream["elem_bytes"] = np.where(packed, *sizes)
+        stream["format"] = np.where(packed, *codes)
+    else:
+        stream["elem_bytes"] = np.where(packed, SCALE_BYTES, 0) if role in SCALES else 2
+    return np.array([unit.byte_of(role, int(start)) for start in starts], np.uint64)
+
+
+def _cut(unit: Unit, borders: NDArray[np.int64]) -> tuple[NDArray[np.void], NDArray[np.int64]]:
     """Cut tensors at chunk borders: segments with absolute starts, in order; the tensor of each."""
     starts = np.array([slot.start for slot in unit.slots], np.int64)
     stops = np.array([slot.stop for slot in unit.slots], np.int64)
     trainable = np.array([slot.tensor.trainable for slot in unit.slots], bool) & (stops > starts)
-    first = starts // chunk_elems
-    counts = np.where(trainable, (stops - 1) // chunk_elems - first + 1, 0)
+    first = np.searchsorted(borders, starts, side="right") - 1
+    last = np.searchsorted(borders, stops, side="left") - 1
+    counts = np.where(trainable, last - first + 1, 0)
     tensors = np.repeat(np.arange(len(starts)), counts)
     within = np.arange(len(tensors)) - np.repeat(np.cumsum(counts) - counts, counts)
-    border = (first[tensors] + within) * chunk_elems
-    begin = np.maximum(starts[tensors], border)
+    chunk = first[tensors] + within
+    begin = np.maximum(starts[tensors], borders[chunk])
     absolute = np.zeros(
         len(tensors), [("start", np.int64), ("num_elems", np.int64), ("first", np.int64)]
     )
     absolute["start"] = begin
     absolute["first"] = begin - starts[tensors]
-    absolute["num_elems"] = np.minimum(stops[tensors], border + chunk_elems) - begin
+    absolute["num_elems"] = np.minimum(stops[tensors], borders[chunk + 1]) - begin
     return absolute, tensors
 
 

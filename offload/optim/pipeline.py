@@ -29,9 +29,9 @@ from numpy.typing import NDArray
 import aio
 from offload.errors import StateError, StoreError
 from offload.kernels import ROW
-from offload.partition.unit import STORE_ALIGN_BYTES, Role
+from offload.partition.states import HALVES, SCALES, STATES, STORE_ALIGN_BYTES, Role
 
-UPDATE_ROLES = (Role.PARAM, Role.MASTER_LO, Role.EXP_AVG, Role.EXP_AVG_SQ, Role.GRAD)
+UPDATE_ROLES = (*HALVES, *STATES, *SCALES, Role.GRAD)
 UPDATE_COPY: int = lib.UPDATE_COPY  # a segment's row: copied through
 COPY_IN: int = lib.UPDATE_COPY_IN  # flags of a STREAM: see update.h
 AFTER_RELEASE: int = lib.UPDATE_AFTER_RELEASE
@@ -151,8 +151,8 @@ class UpdateJob:
         lib.update_job_stats(job.native, stats)
         lib.update_job_error(job.native, error)
         return UpdateStats(
-            read_bytes=dict(zip(UPDATE_ROLES, stats.read_bytes, strict=True)),
-            write_bytes=dict(zip(UPDATE_ROLES, stats.write_bytes, strict=True)),
+            read_bytes=_by_role(stats.read_bytes),
+            write_bytes=_by_role(stats.write_bytes),
             num_elems=stats.elems,
             kernel_s=stats.kernel_ns * 1e-9,
             checksum_s=stats.checksum_ns * 1e-9,
@@ -224,6 +224,12 @@ class UpdateJob:
         return _transfer_error(error, self._name(error.unit))
 
 
+def _by_role(counts: Any) -> dict[Role, int]:
+    """Scales only where there are some."""
+    pairs = zip(UPDATE_ROLES, counts, strict=True)
+    return {role: count for role, count in pairs if count or role not in SCALES}
+
+
 def _transfer_error(error: Any, unit: str) -> StoreError:
     verb = {lib.AIO_READ: "read", lib.AIO_WRITE: "write"}.get(error.op, "compute")
     told = StoreError(
@@ -251,19 +257,19 @@ class UpdatePipeline:
         slots: memoryview,  # num_slots * slot_bytes bytes, 4096-aligned, HOST
         *,
         num_slots: int,
-        chunk_elems: int,
-        grad_elem_bytes: int,
+        slot_bytes: int,
         num_threads: int,
         num_preread: int = 0,
         num_writing: int = 0,
     ) -> None:
         """Start the update thread.  `queue` and `slots` must stay open until close().
 
-        `num_preread` bounds the slots of units that are not released yet, `num_writing` those
-        whose writes are in flight; 0: half of the slots.
+        `slot_bytes`: what the roles of the largest chunk take, each rounded up to 4096 (see
+        `StateTable.slot_bytes`).  `num_preread` bounds the slots of units that are not released
+        yet, `num_writing` those whose writes are in flight; 0: half of the slots.
         """
         memory = ffi.from_buffer(slots, require_writable=True)
-        needed = num_slots * self.slot_bytes(chunk_elems, grad_elem_bytes)
+        needed = num_slots * slot_bytes
         address = int(ffi.cast("uintptr_t", memory))
         if len(memory) < needed or address % STORE_ALIGN_BYTES:
             raise StateError(
@@ -271,13 +277,13 @@ class UpdatePipeline:
                 f" got {len(memory):,} bytes at {address:#x}."
             )
         out = ffi.new("update_pipeline **")
-        config = (num_slots, chunk_elems, grad_elem_bytes, num_threads, num_preread, num_writing)
+        config = (slot_bytes, num_slots, num_threads, num_preread, num_writing)
         status = lib.update_open(queue.native, memory, ffi.new("update_config *", config), out)
         if status < 0:
             raise StateError(
-                f"update pipeline: cannot open with {num_slots} slots of {chunk_elems:,} elements,"
-                f" {grad_elem_bytes}-byte gradients, {num_threads} threads: {os.strerror(-status)}."
-                " Use at least one slot and thread, and chunks of a multiple of 2048 elements."
+                f"update pipeline: cannot open with {num_slots} slots of {slot_bytes:,} bytes and"
+                f" {num_threads} threads: {os.strerror(-status)}."
+                f" Use at least one slot and thread, and slots of a multiple of 4096 bytes."
             )
         self._native = out[0]
         self._pid = os.getpid()
@@ -285,11 +291,6 @@ class UpdatePipeline:
         self._finalizer = weakref.finalize(
             self, _close_pipeline, out[0], os.getpid(), (queue, memory)
         )
-
-    @staticmethod
-    def slot_bytes(chunk_elems: int, grad_elem_bytes: int) -> int:
-        """Bytes of one slot: every role of a chunk."""
-        return int(lib.update_slot_bytes(chunk_elems, grad_elem_bytes))
 
     def submit(
         self,
@@ -324,7 +325,7 @@ class UpdatePipeline:
             status = lib.update_submit(self._native, work, out)
         if status < 0:
             raise StateError(
-                f"update: expected chunks within their segments, rows and units, got an"
+                f"update: expected chunks that fit their segments, rows, units and a slot, got an"
                 f" inconsistent set of {len(chunks):,} chunks ({os.strerror(-status)})."
             )
         return UpdateJob(_Job(out[0], (self, keep_alive)), len(released), unit_names)

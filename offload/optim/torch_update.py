@@ -30,7 +30,10 @@ from offload.optim.torch_step import TorchRow
 from offload.partition.unit import STORE_ALIGN_BYTES, Role, round_up
 
 _LIMIT = 3.3961775e38  # 0x7f7f8000: a master from here on would give an infinite weight
-_SLOT_BYTES = {Role.PARAM: 2, Role.MASTER_LO: 2, Role.EXP_AVG: 4, Role.EXP_AVG_SQ: 4, Role.GRAD: 4}
+_SLOT_BYTES = {
+    Role.PARAM: 2, Role.MASTER_LO: 2, Role.EXP_AVG: 4, Role.EXP_AVG_SQ: 4, Role.GRAD: 4,
+    Role.EXP_AVG_SCALE: 0, Role.EXP_AVG_SQ_SCALE: 0,  # states are fp32 here
+}  # fmt: skip
 _DTYPES = {Role.PARAM: torch.bfloat16, Role.MASTER_LO: torch.int16}
 _STATE_ROLES = (Role.EXP_AVG, Role.EXP_AVG_SQ)
 _GRAD_DTYPES = {code: getattr(torch, name) for name, (_, code) in GRAD_FORMATS.items()}

@@ -11,12 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
+from offload.config import CHUNK_MULTIPLE as CHUNK_MULTIPLE
 from offload.partition.unit import Slot, Unit
-
-CHUNK_MULTIPLE = (
-    2048  # elements: a 2-byte role of a chunk is then a whole number of 4096-byte blocks
-)
 
 
 @dataclass(frozen=True)
@@ -46,6 +44,24 @@ def chunks_of(num_elems: int, chunk_elems: int) -> Iterator[Chunk]:
     """Cut `num_elems` elements; the last chunk is shorter."""
     for index, start in enumerate(range(0, num_elems, chunk_elems)):
         yield Chunk(index, start, min(chunk_elems, num_elems - start))
+
+
+def state_borders(unit: Unit, chunk_elems: int) -> list[int]:
+    """Where an update cuts the trainable section: starts, and the end.
+
+    At multiples of `chunk_elems` where state is packed, at those of `plain_chunk` elsewhere, and
+    between the two: each chunk has one format and lies in one chunk of the weights.
+    """
+    packed, end = unit.packed_elems, unit.trainable_elems
+    step = unit.states.plain_chunk(chunk_elems)
+    borders = {*range(0, packed, chunk_elems), packed, *range(-(-packed // step) * step, end, step)}
+    return [*sorted(border for border in borders if border < end), end]
+
+
+def state_chunks(unit: Unit, chunk_elems: int) -> Iterator[Chunk]:
+    """The chunks of an update."""
+    for index, (start, stop) in enumerate(pairwise(state_borders(unit, chunk_elems))):
+        yield Chunk(index, start, stop - start)
 
 
 def segments_of(unit: Unit, chunk: Chunk) -> Iterator[Segment]:

@@ -5,33 +5,31 @@
       [ trainable 0 | pad | trainable 1 | pad | ... | frozen 0 | pad | ... ]
         ^ every start on a multiple of 64 elements      ^ only in `param`
 
-The offsets are the same in every role, so one (start, length) names a tensor in all of them.
+The offsets are the same in every role, so one (start, length) names a tensor in all of them; how
+many bytes an element has may differ by role and section (states.py).
 """
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from offload.partition.states import (
+    BLOCK_ELEMS,
+    FP32_MOMENTS,
+    SCALE_BYTES,
+    SCALES,
+    SECTION_ELEMS,
+    STATES,
+    StateTable,
+)
+from offload.partition.states import STORE_ALIGN_BYTES as STORE_ALIGN_BYTES
+from offload.partition.states import Role as Role
+
 ALIGN_ELEMS = 64
-STORE_ALIGN_BYTES = 4096
-
-
-class Role(enum.Enum):
-    """What a flat buffer holds.  The value names it in the store and in messages."""
-
-    PARAM = "param"  # 16-bit weight: the high half of the master
-    MASTER_LO = "master_lo"  # low half of the fp32 master, int16
-    EXP_AVG = "exp_avg"
-    EXP_AVG_SQ = "exp_avg_sq"
-    GRAD = (
-        "grad"  # kept until the step is validated; spilled to disk where the host budget is short
-    )
-
-
-STATE_ROLES = (Role.PARAM, Role.MASTER_LO, Role.EXP_AVG, Role.EXP_AVG_SQ)
+STATE_ROLES = FP32_MOMENTS.roles
 ELEM_BYTES = {Role.PARAM: 2, Role.MASTER_LO: 2, Role.EXP_AVG: 4, Role.EXP_AVG_SQ: 4}
+"""Bytes of an element of the halves, and of fp32 states."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +39,7 @@ class TensorSpec:
     name: str
     shape: tuple[int, ...]
     trainable: bool = True
+    plain: bool = False  # its state stays fp32 where that of others is packed
 
     @property
     def num_elems(self) -> int:
@@ -74,11 +73,36 @@ class Unit:
     exact: bool = (
         False  # frozen tensors keep their low halves too (dtype=float32 moves whole weights)
     )
+    states: StateTable = FP32_MOMENTS
+    packed_elems: int = 0  # where the plain section begins; 0: nothing is packed
 
     def role_elems(self, role: Role) -> int:
         """Elements of the flat buffer of `role`, padding included."""
         whole = role is Role.PARAM or (self.exact and role is Role.MASTER_LO)
         return self.num_elems if whole else self.trainable_elems
+
+    @property
+    def roles(self) -> tuple[Role, ...]:
+        """Of its file, in order."""
+        return self.states.roles
+
+    def byte_of(self, role: Role, elem: int) -> int:
+        """Where element `elem` lies in the flat buffer of `role`; for scales: that of its block."""
+        if role in SCALES:
+            return min(elem, self.packed_elems) // BLOCK_ELEMS * SCALE_BYTES
+        if role in STATES:
+            packed = min(elem, self.packed_elems)
+            plain_bytes = (elem - packed) * self.states.state_bytes(packed=False)
+            return packed * self.states.state_bytes(packed=True) + plain_bytes
+        return 2 * elem
+
+    def role_bytes(self, role: Role) -> int:
+        """Bytes of the flat buffer of `role`, padding to store blocks left out."""
+        return self.byte_of(role, self.role_elems(role))
+
+    def is_packed(self, elem: int) -> bool:
+        """Tell whether the state of element `elem` is in eight bits."""
+        return elem < self.packed_elems
 
     @property
     def num_tensor_elems(self) -> int:
@@ -90,16 +114,28 @@ def round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
-def lay_out(name: str, index: int, tensors: Iterable[TensorSpec], *, exact: bool = False) -> Unit:
-    """Place `tensors` (in `named_parameters()` order) in a unit: trainable first, then frozen."""
+def lay_out(
+    name: str, index: int, tensors: Iterable[TensorSpec], *,
+    exact: bool = False, states: StateTable = FP32_MOMENTS,
+) -> Unit:  # fmt: skip
+    """Place `tensors` (in `named_parameters()` order) in a unit: trainable first, then frozen.
+
+    Where `states` packs, the trainable ones that are not plain come before those that are.
+    """
     tensors = list(tensors)
     slots: list[Slot] = []
-    offset = trainable_end = 0
-    for trainable in (True, False):
-        for tensor in tensors:
-            if tensor.trainable is trainable:
-                slots.append(Slot(tensor, offset))
-                offset += round_up(tensor.num_elems, ALIGN_ELEMS)
-        if trainable:
-            trainable_end = offset
-    return Unit(name, index, tuple(slots), trainable_end, offset, exact)
+    packed = [t for t in tensors if t.trainable and states.packs and not t.plain]
+    packed_end = round_up(_place(packed, slots, 0, BLOCK_ELEMS), SECTION_ELEMS)
+    kept = {tensor.name for tensor in packed}
+    plain = [t for t in tensors if t.trainable and t.name not in kept]
+    trainable_end = _place(plain, slots, packed_end, ALIGN_ELEMS)
+    end = _place([t for t in tensors if not t.trainable], slots, trainable_end, ALIGN_ELEMS)
+    return Unit(name, index, tuple(slots), trainable_end, end, exact, states, packed_end)
+
+
+def _place(tensors: Iterable[TensorSpec], slots: list[Slot], start: int, align: int) -> int:
+    """Append the slots of `tensors` from element `start` on; return where the last one ends."""
+    for tensor in tensors:
+        slots.append(Slot(tensor, start))
+        start += round_up(tensor.num_elems, align)
+    return start

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from offload.partition.states import FP32_MOMENTS, StateTable
 from offload.partition.unit import TensorSpec, Unit, lay_out
 
 PERSISTENT = "persistent"
@@ -34,28 +35,41 @@ class Discovery:
     left_alone: tuple[str, ...]  # parameters that are not offloaded, with the reason
 
 
-def discover(model: nn.Module, *, persistence_threshold: int, exact: bool) -> Discovery:
-    """Partition the parameters of `model`; `exact`: frozen tensors keep their low halves."""
+def discover(
+    model: nn.Module, *, persistence_threshold: int, exact: bool, states: StateTable = FP32_MOMENTS
+) -> Discovery:
+    """Partition the parameters of `model`; `exact`: frozen tensors keep their low halves.
+
+    Where `states` packs, vectors (norms, biases) and embeddings are plain.
+    """
     parameters, left_alone = _managed(model)
     roots = _block_names(model, persistence_threshold)
     owner: dict[int, str] = {}  # id(parameter) -> unit name
     groups: dict[str, list[TensorSpec]] = {}
+    embeddings = _embeddings(model)
     for name, parameter in parameters.items():
-        spec = TensorSpec(name, tuple(parameter.shape), parameter.requires_grad)
+        plain = states.packs and (parameter.dim() < 2 or id(parameter) in embeddings)
+        spec = TensorSpec(name, tuple(parameter.shape), parameter.requires_grad, plain)
         small = parameter.numel() < persistence_threshold
         key = PERSISTENT if small else _unit_name(name, roots)
         owner[id(parameter)] = key
         groups.setdefault(key, []).append(spec)
     small_tensors = groups.pop(PERSISTENT, None)
     units = tuple(
-        lay_out(name, index, tensors, exact=exact)
+        lay_out(name, index, tensors, exact=exact, states=states)
         for index, (name, tensors) in enumerate(groups.items())
     )
-    persistent = (
-        lay_out(PERSISTENT, len(units), small_tensors, exact=exact) if small_tensors else None
-    )
+    persistent = None
+    if small_tensors:
+        persistent = lay_out(PERSISTENT, len(units), small_tensors, exact=exact, states=states)
     hooks = _hooks(model, owner, {unit.name: unit.index for unit in units})
     return Discovery(units, persistent, parameters, hooks, left_alone)
+
+
+def _embeddings(model: nn.Module) -> set[int]:
+    """Identities of the weights of embeddings: rows that few steps touch need a state of range."""
+    kinds = (nn.Embedding, nn.EmbeddingBag)
+    return {id(module.weight) for module in model.modules() if isinstance(module, kinds)}
 
 
 def _managed(model: nn.Module) -> tuple[dict[str, nn.Parameter], tuple[str, ...]]:

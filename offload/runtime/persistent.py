@@ -1,6 +1,6 @@
 """Small tensors: weights stay on the device, state in host memory (DESIGN M5).
 
-    region  [ param | master_lo | exp_avg | exp_avg_sq | grad ]   HOST, each role padded to 4096
+    region  [ param | master_lo | states | scales | grad ]   HOST, each role padded to 4096
     flat    compute_dtype, DEVICE, refreshed from `param` after each update
 
 They form one unit that is updated and written like any other, but never read after the start.
@@ -16,13 +16,13 @@ import torch
 import aio
 from offload.memory.slab import Region
 from offload.partition.chunk import Chunk
-from offload.partition.unit import ELEM_BYTES, STATE_ROLES, STORE_ALIGN_BYTES, Role, Unit, round_up
+from offload.partition.states import HALVES, MOMENTS
+from offload.partition.unit import STORE_ALIGN_BYTES, Role, Unit, round_up
 from offload.runtime.binding import BoundUnit
 from offload.runtime.device import Device
 from offload.runtime.initial import split_chunk
 
-DTYPES = {Role.PARAM: torch.bfloat16, Role.MASTER_LO: torch.int16,
-          Role.EXP_AVG: torch.float32, Role.EXP_AVG_SQ: torch.float32}  # fmt: skip
+DTYPES = {Role.PARAM: torch.bfloat16, Role.MASTER_LO: torch.int16}
 
 
 class _Place(Protocol):
@@ -40,10 +40,11 @@ class PersistentState:
         self.unit: Unit = bound.unit
         self._regions: dict[Role, Region] = {}
         start = 0
-        for role in STATE_ROLES:
+        for role in self.unit.roles:
             # Frozen tensors keep both halves here, so that the device can always be refreshed.
-            elems = self.unit.num_elems if ELEM_BYTES[role] == 2 else self.unit.trainable_elems
-            size = round_up(elems * ELEM_BYTES[role], STORE_ALIGN_BYTES)
+            halves = role in HALVES
+            num_bytes = 2 * self.unit.num_elems if halves else self.unit.role_bytes(role)
+            size = round_up(num_bytes, STORE_ALIGN_BYTES)
             self._regions[role] = region.part(start, size)
             start += size
         self.grad = region.part(
@@ -54,17 +55,25 @@ class PersistentState:
         return self._regions[role]
 
     def tensor(self, role: Role) -> torch.Tensor:
-        """The role's flat buffer; shares memory."""
-        num_elems = self.unit.num_elems if ELEM_BYTES[role] == 2 else self.unit.trainable_elems
-        return self._regions[role].tensor(DTYPES[role], num_elems)
+        """The flat buffer of a half; shares memory."""
+        return self._regions[role].tensor(DTYPES[role], self.unit.num_elems)
+
+    def data(self, role: Role) -> torch.Tensor:
+        """The bytes of a role that the store has too; shares memory."""
+        return self._regions[role].tensor(torch.uint8, self.unit.role_bytes(role))
+
+    def forget_moments(self) -> None:
+        """Make every state zero."""
+        for role in self.unit.roles:
+            if role in MOMENTS:
+                self.data(role).zero_()
 
     def initialise(self) -> None:
         """Take the masters from the live parameters; moments are zero."""
         live = (p.detach().reshape(-1) for p in self.bound.parameters if p.numel())
         whole = Chunk(0, 0, self.unit.num_elems)
         split_chunk(self.unit, whole, live, self.tensor(Role.PARAM), self.tensor(Role.MASTER_LO))
-        self.tensor(Role.EXP_AVG).zero_()
-        self.tensor(Role.EXP_AVG_SQ).zero_()
+        self.forget_moments()
 
     def transfer(
         self, move: Callable[[aio.File, memoryview, int], aio.Ticket],
@@ -72,11 +81,10 @@ class PersistentState:
     ) -> int:  # fmt: skip
         """Read or write the roles whole, and wait; returns bytes."""
         tickets, num_bytes = [], 0
-        for role in STATE_ROLES:
-            elems = self.unit.role_elems(role)
-            if not elems or (not moments and ELEM_BYTES[role] == 4):
+        for role in self.unit.roles:
+            size = round_up(self.unit.role_bytes(role), STORE_ALIGN_BYTES)
+            if not size or (not moments and role in MOMENTS):
                 continue
-            size = round_up(elems * ELEM_BYTES[role], STORE_ALIGN_BYTES)
             at = place(role)
             tickets.append(move(at.file, self._regions[role].part(0, size).view, at.offset))
             num_bytes += size

@@ -18,11 +18,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from offload.errors import BudgetError
-from offload.partition.chunk import CHUNK_MULTIPLE
+from offload.partition.states import FP32_MOMENTS, HALVES, StateTable
 from offload.partition.unit import STORE_ALIGN_BYTES, Unit, round_up
 
 MAX_CHUNK_ELEMS = 1 << 20  # 4 Mi gained nothing and moved in lumps (FACTS)
-STATE_BYTES = 12  # param 2, master_lo 2, exp_avg 4, exp_avg_sq 4
 SUM_BYTES = 4  # of a gradient in a slot: any may become an fp32 sum
 MIN_FETCH, MIN_UPDATE, MIN_SPILL = 3, 2, 2
 MAX_FETCH, PREFERRED_UPDATE, PREFERRED_SPILL = 64, 16, 4
@@ -35,6 +34,7 @@ class Formats:
     weight: int  # 2: bf16 weights move; 4: both halves
     compute: int
     grad: int  # as kept: 2 for one micro-step in bf16, else 4
+    states: StateTable = FP32_MOMENTS
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,8 @@ def persistent_host_bytes(persistent: Unit | None) -> int:
     if persistent is None:
         return 0
     sizes = [persistent.num_elems * 2] * 2  # frozen tensors keep both halves
-    sizes += [persistent.trainable_elems * size for size in (4, 4, SUM_BYTES)]
+    sizes += [persistent.role_bytes(role) for role in persistent.roles if role not in HALVES]
+    sizes.append(persistent.trainable_elems * SUM_BYTES)
     return sum(round_up(size, STORE_ALIGN_BYTES) for size in sizes)
 
 
@@ -89,12 +90,13 @@ def place(
 
     `units` are in forward order, `persistent` left out.  `chunk_elems` fixes the chunk.
     """
-    ceiling = round_up(max((unit.num_elems for unit in units), default=1), CHUNK_MULTIPLE)
+    multiple = formats.states.chunk_multiple
+    ceiling = round_up(max((unit.num_elems for unit in units), default=1), multiple)
     if chunk_elems is not None:
         choices = [min(chunk_elems, ceiling)]
     else:
         top = min(MAX_CHUNK_ELEMS, 1 << (ceiling - 1).bit_length())
-        choices = [top >> shift for shift in range(32) if top >> shift >= CHUNK_MULTIPLE]
+        choices = [top >> shift for shift in range(32) if top >> shift >= multiple]
     fixed = persistent_host_bytes(persistent)
     grads = sum(grad_bytes(unit, formats) for unit in units)
     for preferred, share in ((True, 0.5), (True, 1.0), (False, 1.0)):
@@ -122,7 +124,7 @@ def _slots(
         fetch_slots=max(fetch, MIN_FETCH),
         fetch_slot_bytes=chunk * formats.weight,
         update_slots=update,
-        update_slot_bytes=chunk * (STATE_BYTES + SUM_BYTES),
+        update_slot_bytes=formats.states.slot_bytes(chunk, SUM_BYTES),
         spill_slots=spills,
         spill_slot_bytes=chunk * SUM_BYTES,
         persistent_bytes=0,

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from offload.crc import crc32
 from offload.errors import StoreCorrupt
-from offload.partition.unit import Role
+from offload.partition.states import MOMENTS, Role
 from offload.store import durable
 from offload.store.extents import (
     CHECKSUM_BLOCK_BYTES,
@@ -30,8 +30,6 @@ from offload.store.extents import (
 )
 from offload.store.files import DataFiles
 from offload.store.format import Record, UnitFlag
-
-MOMENTS = (Role.EXP_AVG, Role.EXP_AVG_SQ)
 
 
 class BlockSums:

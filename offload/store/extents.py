@@ -1,7 +1,7 @@
 """Where each byte of a unit lies: one file per (unit, rank, side), extents in role order.
 
     0        4096
-    | header | param ... | master_lo ... | exp_avg ... | exp_avg_sq ... | checksums |
+    | header | param ... | master_lo ... | states ... | scales ... | checksums |
                every part starts and ends on a multiple of 4096 bytes
 
 Both sides of a unit have the same layout and live on the same path.  Pure: no I/O.
@@ -10,17 +10,10 @@ Both sides of a unit have the same layout and live on the same path.  Pure: no I
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from offload.partition.unit import (
-    ELEM_BYTES,
-    STATE_ROLES,
-    STORE_ALIGN_BYTES,
-    Role,
-    Unit,
-    round_up,
-)
+from offload.partition.unit import STORE_ALIGN_BYTES, Role, Unit, round_up
 
 HEADER_BYTES = STORE_ALIGN_BYTES
 CHECKSUM_BLOCK_BYTES = 1 << 20  # the store block: the piece of an extent that has one checksum
@@ -39,9 +32,9 @@ class UnitExtents:
     constants: Mapping[Role, tuple[int, int]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, unit: Unit, roles: Iterable[Role] = STATE_ROLES) -> UnitExtents:
-        role_bytes = {role: unit.role_elems(role) * ELEM_BYTES[role] for role in roles}
-        first = {role: unit.trainable_elems * ELEM_BYTES[role] for role in role_bytes}
+    def of(cls, unit: Unit) -> UnitExtents:
+        role_bytes = {role: unit.role_bytes(role) for role in unit.roles}
+        first = {role: unit.byte_of(role, unit.trainable_elems) for role in role_bytes}
         constants = {
             role: (first[role], role_bytes[role])
             for role in role_bytes

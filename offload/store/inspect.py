@@ -51,6 +51,7 @@ class StoreReport:
         if self.manifest is not None:
             sides = self.manifest.num_sides
             lines.append(f"  {len(self.manifest.files)} units, {sides} side{'s' * (sides > 1)}")
+            lines += _optimizer(self.manifest)
         if self.record is not None:
             flushed = "flushed" if self.record.flushed else "not flushed"
             sealed = sum(UnitFlag.CHECKSUMS in flag for flag in self.record.flags.values())
@@ -74,6 +75,14 @@ class StoreReport:
         if self.reclaimable_bytes:
             lines.append(f"  {format_bytes(self.reclaimable_bytes)} can be reclaimed")
         return "\n".join(lines)
+
+
+def _optimizer(manifest: Manifest) -> list[str]:
+    """Who updates the store, and in what its state is; stores of other makers say nothing."""
+    layout = manifest.layout
+    if "optimizer" not in layout or "state_dtype" not in layout:
+        return []
+    return [f"  optimizer {layout['optimizer']}, state in {layout['state_dtype']}"]
 
 
 def find_stores(paths: Paths) -> list[StoreReport]:

@@ -9,6 +9,7 @@ from stored_unit import ON_DISK, StoredUnit, make_unit
 
 import aio
 from offload.optim.pipeline import UpdatePipeline
+from offload.partition.states import FP32_MOMENTS, StateTable
 
 
 @pytest.fixture
@@ -35,17 +36,17 @@ def open_pipeline(queue: aio.Queue) -> Iterator[OpenPipeline]:
             num_slots: int = 3,
             chunk_elems: int = 2048,
             grad_elem_bytes: int = 4,
+            states: StateTable = FP32_MOMENTS,
             num_threads: int = 1,
             **limits: int,
         ) -> UpdatePipeline:
-            slot_bytes = UpdatePipeline.slot_bytes(chunk_elems, grad_elem_bytes)
+            slot_bytes = states.slot_bytes(chunk_elems, grad_elem_bytes)
             return stack.enter_context(
                 UpdatePipeline(
                     queue,
                     memoryview(aio.Buffer(num_slots * slot_bytes).view),
                     num_slots=num_slots,
-                    chunk_elems=chunk_elems,
-                    grad_elem_bytes=grad_elem_bytes,
+                    slot_bytes=slot_bytes,
                     num_threads=num_threads,
                     **limits,
                 )
@@ -62,9 +63,10 @@ def store_unit(tmp_path: Path) -> Iterator[Callable[..., StoredUnit]]:
             name: str = "block",
             sizes: tuple[int, ...] = (3000, 1, 4097, 700),
             placement: Mapping[object, str] = ON_DISK,
+            states: StateTable = FP32_MOMENTS,
             **settings: object,
         ) -> StoredUnit:
-            unit = make_unit(name, list(sizes), frozen=100)
+            unit = make_unit(name, list(sizes), frozen=100, states=states)
             stored = StoredUnit(unit, tmp_path, {**ON_DISK, **placement}, **settings)
             stack.callback(stored.close)
             return stored

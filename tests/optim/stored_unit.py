@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -10,27 +11,30 @@ import numpy as np
 import torch
 
 import aio
-from offload.kernels import ADAM_ROW, adam_row
+from offload import kernels
+from offload.kernels import ROW, adam_row
 from offload.optim.chunks import GRAD_FORMATS, StreamPlace, build_unit_chunks, stack
 from offload.optim.pipeline import UPDATE_ROLES, UpdateJob, UpdatePipeline
-from offload.optim.reference import TensorState
-from offload.partition.unit import (
-    ELEM_BYTES,
-    STATE_ROLES,
-    Role,
-    TensorSpec,
-    Unit,
-    lay_out,
-    round_up,
-)
+from offload.optim.reference import TYPES, TensorState
+from offload.partition.states import BLOCK_ELEMS, FP32_MOMENTS, SCALES, STATES, StateTable
+from offload.partition.unit import Role, TensorSpec, Unit, lay_out, round_up
 
 ON_DISK = dict.fromkeys(UPDATE_ROLES, "disk")
 
 
-def make_unit(name: str, sizes: list[int], *, frozen: int = 0) -> Unit:
-    """Tensors of `sizes` elements; `frozen` more elements that no update touches."""
-    specs = [TensorSpec(f"{name}.{index}", (size,)) for index, size in enumerate(sizes)]
-    return lay_out(name, 0, [*specs, TensorSpec(f"{name}.frozen", (frozen,), trainable=False)])
+def make_unit(
+    name: str, sizes: list[int], *, frozen: int = 0, states: StateTable = FP32_MOMENTS
+) -> Unit:
+    """Tensors of `sizes` elements; `frozen` more elements that no update touches.
+
+    Every third one is plain.
+    """
+    specs = [
+        TensorSpec(f"{name}.{index}", (size,), plain=index % 3 == 2)
+        for index, size in enumerate(sizes)
+    ]
+    last = TensorSpec(f"{name}.frozen", (frozen,), trainable=False)
+    return lay_out(name, 0, [*specs, last], states=states)
 
 
 def make_rows(num_rows: int) -> np.ndarray:
@@ -40,8 +44,33 @@ def make_rows(num_rows: int) -> np.ndarray:
             adam_row(1e-3 * (i + 1), (0.9, 0.99), 1e-8, 0.1, i + 1, decoupled=True, grad_scale=0.5)
             for i in range(num_rows)
         ],
-        ADAM_ROW,
+        ROW,
     )
+
+
+def encode(
+    unit: Unit, roles: Mapping[Role, torch.Tensor], index: int, values: torch.Tensor
+) -> None:
+    """Set a state in both sections of a unit."""
+    borders = (0, unit.packed_elems, unit.trainable_elems)
+    for start, stop in itertools.pairwise(borders):
+        if start < stop:
+            state = state_in(unit, roles, index, start, stop)
+            kernels.state_encode(values[start:stop], state, index=index, step=0)
+
+
+def state_in(
+    unit: Unit, roles: Mapping[Role, torch.Tensor], index: int, start: int, stop: int
+) -> kernels.State:
+    """Elements [start, stop) of a state in `roles`, which hold bytes; shares memory."""
+    role, packed = STATES[index], unit.is_packed(start)
+    first, last = (unit.byte_of(role, at) for at in (start, stop))
+    data = roles[role][first:last].view(TYPES[unit.states.format(role, packed=packed)])
+    if not packed:
+        return kernels.State(role.value, data)
+    blocks = (start, round_up(stop, BLOCK_ELEMS))
+    first, last = (unit.byte_of(SCALES[index], at) for at in blocks)
+    return kernels.State(role.value, data, roles[SCALES[index]][first:last].view(torch.float32))
 
 
 @dataclass
@@ -71,26 +100,35 @@ class StoredUnit:
             else:
                 self._write_file(role, "a", tensor)
             before = torch.zeros_like(tensor)
-            before[self.unit.trainable_elems :] = tensor[self.unit.trainable_elems :]
+            if role is Role.PARAM:
+                before[self.unit.trainable_elems :] = tensor[self.unit.trainable_elems :]
             self.before[role] = _raw(before)
             self._write_file(role, "b", before)  # frozen tensors are on both sides from the start
 
     def _make_state(self) -> None:
         random = torch.Generator().manual_seed(self.seed)
         size = self.unit.trainable_elems  # padding gets values too: it must be carried through
-        state = TensorState.of(torch.randn(size, generator=random))
+        weights = TensorState.of(torch.randn(size, generator=random), table=StateTable(()))
         frozen = torch.randn(self.unit.num_elems - size, generator=random).to(torch.bfloat16)
         self.initial = {
-            Role.PARAM: torch.cat([state.param, frozen]),
-            Role.MASTER_LO: state.master_lo,
-            Role.EXP_AVG: torch.randn(size, generator=random) * 0.1,
-            Role.EXP_AVG_SQ: torch.rand(size, generator=random) * 0.01,
-            Role.GRAD: torch.randn(size, generator=random).to(getattr(torch, self.grad_dtype)),
+            Role.PARAM: torch.cat([weights.param, frozen]),
+            Role.MASTER_LO: weights.master_lo,
         }
+        moments = (
+            torch.randn(size, generator=random) * 0.1, torch.rand(size, generator=random) * 0.01
+        )  # fmt: skip
+        for role in self.unit.roles[2:]:
+            self.initial[role] = torch.zeros(self.unit.role_bytes(role), dtype=torch.uint8)
+        for index, values in enumerate(moments[: len(self.unit.states.states)]):
+            encode(self.unit, self.initial, index, values)
+        grad = torch.randn(size, generator=random).to(getattr(torch, self.grad_dtype))
+        self.initial[Role.GRAD] = grad
 
     def num_bytes(self, role: Role) -> int:
-        width = GRAD_FORMATS[self.grad_dtype][0] if role is Role.GRAD else ELEM_BYTES[role]
-        return round_up(self.unit.role_elems(role) * width, 4096)
+        if role is Role.GRAD:
+            width = GRAD_FORMATS[self.grad_dtype][0]
+            return round_up(self.unit.trainable_elems * width, 4096)
+        return round_up(self.unit.role_bytes(role), 4096)
 
     def _view(self, role: Role) -> torch.Tensor:
         tensor = self.initial[role]
@@ -107,7 +145,7 @@ class StoredUnit:
 
     def streams(self) -> dict[Role, StreamPlace]:
         """The places of every role; gradients are not written."""
-        return {role: self._place(role) for role in UPDATE_ROLES}
+        return {role: self._place(role) for role in self.initial}
 
     def _place(self, role: Role) -> StreamPlace:
         where = self.placement[role]
@@ -125,20 +163,26 @@ class StoredUnit:
 
     def expected(self, rows: np.ndarray, row_of: Mapping[str, int | None]) -> dict[Role, bytes]:
         """Generation g+1 by the reference; frozen tensors, those without a row, padding stay."""
-        after = {role: self.initial[role].clone() for role in STATE_ROLES}
+        after = {role: self.initial[role].clone() for role in self.unit.roles}
         for slot in self.unit.slots:
             row = row_of.get(slot.tensor.name)
             if row is None or not slot.tensor.trainable:
                 continue
-            parts = [after[role][slot.start : slot.stop] for role in STATE_ROLES]
-            TensorState(*parts).update(self.initial[Role.GRAD][slot.start : slot.stop], rows[row])
+            halves = (after[role][slot.start : slot.stop] for role in self.unit.roles[:2])
+            states = tuple(
+                state_in(self.unit, after, index, slot.start, slot.stop)
+                for index in range(len(self.unit.states.states))
+            )
+            key = kernels.tensor_key(slot.tensor.name)
+            grad = self.initial[Role.GRAD][slot.start : slot.stop]
+            TensorState(*halves, states, key).update(grad, rows[row])
         return {role: _raw(tensor) for role, tensor in after.items()}
 
     def written(self) -> dict[Role, bytes]:
         """Side B, without the padding to 4096."""
         return {
             role: self.path(role, "b").read_bytes()[: self.initial[role].nbytes]
-            for role in STATE_ROLES
+            for role in self.unit.roles
         }
 
     def is_written(self) -> bool:
@@ -164,7 +208,7 @@ class StoredUnit:
             file.close()
 
 
-ROWS = make_rows(5)
+ROWS = make_rows(6)
 
 
 def row_of(stored: StoredUnit) -> dict[str, int | None]:

@@ -37,8 +37,10 @@ static atomic_int failures, updated, cancelled, failed;
 /* Places of a chunk in the file: reads at `at`, writes CHUNK_BYTES * NUM_CHUNKS * NUM_SUBMITTERS later. */
 static void place(update_chunk *chunk, uint64_t at)
 {
-    static const uint32_t widths[UPDATE_NUM_ROLES] = {2, 2, 4, 4, 4};
+    static const uint32_t widths[UPDATE_NUM_ROLES] = {2, 2, 4, 4, 0, 0, 4};
     for (uint32_t role = 0; role < UPDATE_NUM_ROLES; role++) {
+        if (!widths[role])
+            continue;
         chunk->streams[role] = (update_stream){.read_file = &file, .read_offset = at, .elem_bytes = widths[role]};
         if (role != UPDATE_GRAD) {
             chunk->streams[role].write_file = &file;
@@ -163,9 +165,9 @@ static update_job *submit(uint32_t submitter, uint32_t round, enum ending ending
         place_late(&chunks[i], submitter, i, round);
     }
     if (ending == BAD_READ)
-        chunks[round % NUM_CHUNKS].streams[UPDATE_EXP_AVG].read_file = &closed_file;
+        chunks[round % NUM_CHUNKS].streams[UPDATE_STATE_0].read_file = &closed_file;
     if (ending == BAD_WRITE)
-        chunks[round % NUM_CHUNKS].streams[UPDATE_EXP_AVG].write_file = &closed_file;
+        chunks[round % NUM_CHUNKS].streams[UPDATE_STATE_0].write_file = &closed_file;
     update_job *job = NULL;
     update_work work = {chunks, segments, &row, released, NUM_CHUNKS, NUM_CHUNKS, 1, NUM_UNITS, UPDATE_CHECKSUMS};
     CHECK(update_submit(pipeline, &work, &job) == 0);
@@ -182,7 +184,7 @@ static void end_job(update_job *job, uint32_t submitter, enum ending ending)
     if (ending == WAIT)
         CHECK(status == 0);
     if (ending == BAD_READ || ending == BAD_WRITE) {
-        CHECK(status == -error.error && error.role == UPDATE_EXP_AVG);
+        CHECK(status == -error.error && error.role == UPDATE_STATE_0);
         CHECK(error.op == (ending == BAD_READ ? AIO_READ : AIO_WRITE));
     }
     atomic_fetch_add(status == 0 ? &updated : status == -ECANCELED ? &cancelled : &failed, 1);
@@ -236,8 +238,8 @@ int main(int argc, char **argv)
         fprintf(stderr, "no queue: %s\n", strerror(-rc));
         return 3;
     }
-    CHECK(posix_memalign(&slots, 4096, NUM_SLOTS * update_slot_bytes(CHUNK_ELEMS, 4)) == 0);
-    update_config update = {.num_slots = NUM_SLOTS, .chunk_elems = CHUNK_ELEMS, .grad_elem_bytes = 4,
+    CHECK(posix_memalign(&slots, 4096, NUM_SLOTS * CHUNK_BYTES) == 0);
+    update_config update = {.num_slots = NUM_SLOTS, .slot_bytes = CHUNK_BYTES,
                             .num_threads = 2, .num_preread = 3, .num_writing = 1};
     CHECK(update_open(queue, slots, &update, &pipeline) == 0);
     pthread_t threads[NUM_SUBMITTERS];

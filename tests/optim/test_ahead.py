@@ -175,7 +175,7 @@ def test_a_late_read_needs_a_file_and_a_copy_needs_memory(open_pipeline, store_u
 
     def flag(value: int) -> Callable[[np.ndarray], None]:
         def change(streams: np.ndarray) -> None:
-            streams["flags"][0, 4] = value
+            streams["flags"][0, -1] = value
 
         return change
 

@@ -27,7 +27,8 @@ def on_disk(stored: StoredUnit) -> dict[Role, list[int]]:
     """The sums of what side B holds of the trainable tensors, read back."""
     num_elems = stored.unit.trainable_elems
     return {
-        role: sums_of(raw[: num_elems * ELEM_BYTES[role]]) for role, raw in stored.written().items()
+        role: sums_of(raw[: stored.unit.byte_of(role, num_elems)])
+        for role, raw in stored.written().items()
     }
 
 

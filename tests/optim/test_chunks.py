@@ -78,7 +78,7 @@ def test_every_role_of_a_chunk_has_its_place_in_memory_and_in_both_files():
         assert stream["write_offset"].tolist() == [
             8192 * index + i * 2048 * width for i in range(3)
         ]
-    grad = template.chunks["streams"][:, 4]
+    grad = template.chunks["streams"][:, -1]
     assert grad["host"].tolist() == [0, 0, 0]
     assert grad["read_offset"].tolist() == [(1 << 16) + i * 2048 * 4 for i in range(3)]
     assert grad["write_file"].tolist() == [0, 0, 0]

@@ -364,7 +364,7 @@ def test_inconsistent_arrays_are_refused_before_anything_starts(open_pipeline, s
 
     numbers = itertools.count()
     refused(lambda chunks, _: set_field(chunks, "unit", 1))
-    refused(lambda chunks, _: set_field(chunks, "num_elems", 2049))
+    refused(lambda chunks, _: set_field(chunks, "num_elems", 4097))  # more than a slot holds
     refused(lambda chunks, _: set_field(chunks, "num_elems", 0))
     refused(lambda chunks, _: set_field(chunks, "num_segments", 99))
     refused(lambda chunks, _: set_field(chunks, "first_segment", 0xFFFFFFFF))
@@ -389,12 +389,12 @@ def test_a_unit_that_the_job_does_not_have_is_refused(open_pipeline, store_unit)
 
 def test_slots_that_are_too_small_or_settings_that_cannot_be_are_refused(queue):
     memory = memoryview(aio.Buffer(2 * 1024 * 1024).view)
-    good = dict(num_slots=1, chunk_elems=2048, grad_elem_bytes=2, num_threads=1)
+    good = dict(num_slots=1, slot_bytes=2048 * 14, num_threads=1)
     for change in (
-        dict(chunk_elems=1000),
+        dict(slot_bytes=1000),
         dict(num_threads=0),
         dict(num_slots=0),
-        dict(grad_elem_bytes=3),
+        dict(slot_bytes=0),
     ):
         with pytest.raises(StateError, match="cannot open"):
             UpdatePipeline(queue, memory, **{**good, **change})

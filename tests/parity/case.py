@@ -33,6 +33,7 @@ class Case:
     accumulation: int = 1
     clipping: float = 0.0
     num_steps: int = 4
+    state_dtype: str = "fp32"
     batch_options: tuple[tuple[str, Any], ...] = ()
 
     def model(self) -> nn.Module:
@@ -48,7 +49,10 @@ class Case:
         return [models.batch(first + index, **options) for index in range(self.accumulation)]
 
     def oracle(self) -> Oracle:
-        return Oracle(self.model(), self.dtype, self.compute_dtype, self.groups, self.clipping)
+        return Oracle(
+            self.model(), self.dtype, self.compute_dtype, self.groups, self.clipping,
+            state_dtype=self.state_dtype,
+        )  # fmt: skip
 
     @contextmanager
     def engine(self, nvme_path: Path, **settings: Any) -> Iterator[OffloadEngine]:
@@ -69,6 +73,7 @@ class Case:
             "gradient_clipping": self.clipping,
             "dtype": self.dtype,
             "compute_dtype": self.compute_dtype,
+            "state_dtype": self.state_dtype,
             "host_memory": "16MiB",
             "device_memory": "8MiB",
             "chunk_elems": 4096,
