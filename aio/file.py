@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
+import weakref
 from typing import Any, Literal
 
 from aio.log import tell_once
@@ -40,19 +41,26 @@ class File:
                 f"mode of '{os.fspath(path)}': expected 'r', 'r+' or 'x+', got {mode!r}. "
                 "Choose one of them."
             )
+        if not 0 <= drive < 2**32 or (size or 0) < 0:
+            raise ValueError(
+                f"'{os.fspath(path)}': expected drive and size from 0, got {drive} and {size}. "
+                "Number the drives from 0, give the size in bytes."
+            )
         self.path = os.fspath(path)
         self.mode = mode
-        self._pid = os.getpid()
-        buffered = os.open(self.path, _FLAGS[mode] | os.O_CLOEXEC, 0o600)
-        direct_fd, self.alignment = _open_direct(self.path, mode) if direct else (-1, 512)
-        if direct and direct_fd < 0:
-            folder = os.path.dirname(os.path.abspath(self.path))
-            tell_once(f"no direct I/O in '{folder}': transfers there go through the page cache")
-        if direct_fd >= 0:  # read-ahead would only fill the cache beside the direct transfers
-            os.posix_fadvise(buffered, 0, 0, os.POSIX_FADV_RANDOM)
-        self.native: Any = ffi.new("aio_file *", [direct_fd, buffered, self.alignment, 0, drive])
-        if size is not None:
-            self._reserve_or_remove(size)
+        self.alignment = 512  # bytes
+        self.native: Any = ffi.new("aio_file *", [-1, -1, self.alignment, 0, drive])
+        self.native.buffered_fd = os.open(self.path, _FLAGS[mode] | os.O_CLOEXEC, 0o600)
+        _LIVE.add(self)
+        try:
+            if direct:
+                self._add_direct()
+            self.reserve(size or 0)
+        except BaseException:
+            self.close()
+            if mode == "x+":
+                os.unlink(self.path)
+            raise
 
     @property
     def direct(self) -> bool:
@@ -102,17 +110,7 @@ class File:
 
         Twice is allowed.
         """
-        if os.getpid() == self._pid:
-            lib.aio_file_close(self.native)
-            return
-        for name in (
-            "direct_fd",
-            "buffered_fd",
-        ):  # a child: only its own copies, and its in_flight is a stale copy
-            fd = getattr(self.native, name)
-            setattr(self.native, name, -1)
-            if fd >= 0:
-                os.close(fd)
+        lib.aio_file_close(self.native)
 
     def __enter__(self) -> File:
         return self
@@ -128,14 +126,26 @@ class File:
         state = "closed" if self.closed else "direct" if self.direct else "buffered"
         return f"<aio.File {self.path!r} {self.mode} {state}>"
 
-    def _reserve_or_remove(self, size: int) -> None:
-        try:
-            self.reserve(size)
-        except OSError:
-            self.close()
-            if self.mode == "x+":
-                os.unlink(self.path)
-            raise
+    def _add_direct(self) -> None:
+        self.native.direct_fd, self.alignment = _open_direct(self.path, self.mode)
+        self.native.alignment = self.alignment
+        if self.direct:  # read-ahead would only fill the cache beside the direct transfers
+            os.posix_fadvise(self.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
+            return
+        folder = os.path.dirname(os.path.abspath(self.path))
+        tell_once(f"no direct I/O in '{folder}': transfers there go through the page cache")
+
+
+_LIVE: weakref.WeakSet[File] = weakref.WeakSet()
+
+
+def _start_anew_in_child() -> None:
+    """The blocks in flight are the parent's: close() must not wait for them here."""
+    for file in list(_LIVE):
+        file.native.in_flight = 0
+
+
+os.register_at_fork(after_in_child=_start_anew_in_child)
 
 
 def _open_direct(path: str, mode: Mode) -> tuple[int, int]:

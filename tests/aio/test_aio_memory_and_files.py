@@ -108,6 +108,46 @@ def test_modes_open_and_refuse_as_named(tmp_path: Path) -> None:
         aio.File(path, "w")  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"drive": -1}, ValueError), ({"drive": 2**32}, ValueError), ({"size": -1}, ValueError),
+        ({"size": 2**63}, OverflowError), ({"size": 2**62}, OSError),
+    ],
+)  # fmt: skip
+def test_a_file_that_cannot_be_made_leaves_nothing(
+    tmp_path: Path, options: dict[str, int], error: type[Exception]
+) -> None:
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(error):
+        aio.File(tmp_path / "f", "x+", **options)
+    assert os.listdir("/proc/self/fd") == before
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_a_second_descriptor_nothing_is_left(tmp_path: Path) -> None:
+    code = """
+import errno, os, resource, sys
+import aio
+first = os.dup(0)
+os.close(first)
+resource.setrlimit(resource.RLIMIT_NOFILE, (first + 1, first + 1))
+try:
+    aio.File(sys.argv[1], "x+")
+except OSError as error:
+    assert error.errno == errno.EMFILE
+os.dup(0)  # the only number there is
+assert not os.path.exists(sys.argv[1])
+print("refused")
+"""
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "f")],
+        capture_output=True, text=True, check=False, env=env,
+    )  # fmt: skip
+    assert (done.stdout, done.stderr) == ("refused\n", "")
+
+
 def test_a_disk_file_is_direct_unless_told_otherwise(tmp_path: Path) -> None:
     with aio.File(tmp_path / "f", "x+") as file, aio.File(tmp_path / "f", direct=False) as other:
         assert file.direct
