@@ -93,9 +93,10 @@ class Queue:
         self._pid = os.getpid()
         self._lock = threading.Lock()  # guards that `_native` is open while C uses it
         self._dropped: list[tuple[Any, object]] = []  # transfers whose tickets are gone
+        self._registered: list[object] = []  # memory: until the queue is closed
         self.backend = BACKEND_NAMES[lib.aio_queue_backend(native)]
         self.num_drives = num_drives
-        self._finalizer = weakref.finalize(self, _close, native, self._pid)  # also at exit
+        self._finalizer = weakref.finalize(self, _close, native, self._pid, self._lock)
         _LIVE.add(self)
         if backend == "auto" and self.backend != "uring":
             tell_once(
@@ -128,8 +129,9 @@ class Queue:
         """Let the kernel pin `buffer` once instead of for every block.  Before the first transfer.
 
         False where that is not possible (not io_uring, or memory may not be locked): everything
-        works without.  Close the queue before the buffer: the kernel keeps the pages until then.
+        works without.  The queue keeps the memory until it is closed.
         """
+        self.check_process()
         memory = memory_of(_unwrapped(buffer), writable=True)
         with self._lock:
             error = -lib.aio_register(self.native, memory.address, memory.num_bytes)
@@ -144,7 +146,11 @@ class Queue:
                 f"({strerror(error)}): transfers cost more CPU time. Raise ulimit -l"
             )
             return False
-        return self.backend == "uring"
+        if self.backend != "uring":
+            return False
+        # Other memory at this address would be taken for it, and the kernel move these pages.
+        self._registered.append(memory.keep)
+        return True
 
     def read(self, file: File, buffer: object, offset: int, *, deadline: int = 0) -> Ticket:
         """Fill `buffer` from `offset`; the end of the file inside it is an error (ENODATA)."""
@@ -159,6 +165,7 @@ class Queue:
 
         The buffers must not be changed before the tickets have ended.
         """
+        self.check_process()
         memories = [_memory(request) for request in requests]
         array = ffi.new("aio_request[]", len(requests))
         handles = ffi.new("aio_ticket *[]", len(requests))
@@ -169,26 +176,29 @@ class Queue:
             native.offset = request.offset
             native.bytes = memory.num_bytes
             native.deadline = request.deadline
-        with self._lock:
-            error = -lib.aio_submit(self.native, array, len(requests), handles)
-        if error:
-            raise MemoryError(f"aio.Queue.submit of {len(requests)} transfers: {strerror(error)}")
-        self._reap()
-        return [
+        tickets = [
             Ticket(
                 self,
-                handle,
+                handles,
+                index,
                 operation=request.operation,
                 file=request.file,
                 offset=request.offset,
                 num_bytes=memory.num_bytes,
                 keep=memory.keep,
             )
-            for handle, request, memory in zip(handles, requests, memories, strict=True)
+            for index, (request, memory) in enumerate(zip(requests, memories, strict=True))
         ]
+        with self._lock:
+            error = -lib.aio_submit(self.native, array, len(requests), handles)
+        if error:
+            raise MemoryError(f"aio.Queue.submit of {len(requests)} transfers: {strerror(error)}")
+        self._reap()
+        return tickets
 
     def stats(self) -> Stats:
         """What was moved since the queue was opened; times and latencies only with `keep_stats`."""
+        self.check_process()
         out = ffi.new("aio_stats *")
         with self._lock:
             lib.aio_queue_stats(self.native, out)
@@ -210,8 +220,9 @@ class Queue:
         """
         if os.getpid() != self._pid:
             return
-        with self._lock:
-            self._finalizer()
+        self._finalizer()
+        with self._lock:  # another thread's close() has ended too
+            self._registered.clear()
         self._reap()
 
     def __enter__(self) -> Queue:
@@ -240,9 +251,11 @@ class Queue:
 _LIVE: weakref.WeakSet[Queue] = weakref.WeakSet()
 
 
-def _close(native: Any, pid: int) -> None:
+def _close(native: Any, pid: int, lock: threading.Lock) -> None:
+    """Also at exit, when other threads may still run: no call of theirs is in C then."""
     if os.getpid() == pid:
-        lib.aio_queue_close(native)
+        with lock:
+            lib.aio_queue_close(native)
 
 
 def _forget_in_child() -> None:

@@ -22,14 +22,22 @@ WAIT_SLICE_S = 0.25  # how long a wait may keep Python from handling Ctrl-C
 
 
 class Ticket:
-    """Made by Queue; any thread may call anything."""
+    """Made by Queue; any thread may call anything.
 
-    __slots__ = ("_keep", "_native", "_queue", "file", "num_bytes", "offset", "operation")
+    It is made before the transfer, which appears in `handles[index]` (NULL until then): whatever
+    interrupts Python behind the submission finds the memory in a ticket's hands.
+    """
+
+    __slots__ = (
+        *("_handles", "_index", "_keep", "_queue"),
+        *("file", "num_bytes", "offset", "operation"),
+    )
 
     def __init__(
         self,
         queue: Queue,
-        native: Any,
+        handles: Any,  # aio_ticket *[]
+        index: int,
         *,
         operation: str,
         file: File,
@@ -38,7 +46,8 @@ class Ticket:
         keep: object,
     ) -> None:
         self._queue = queue
-        self._native = native
+        self._handles = handles
+        self._index = index
         self._keep = keep
         self.operation = operation
         self.file = file
@@ -55,7 +64,7 @@ class Ticket:
         until = None if timeout is None else time.monotonic() + timeout
         while True:
             left = WAIT_SLICE_S if until is None else min(WAIT_SLICE_S, until - time.monotonic())
-            if not lib.aio_wait(self._native, max(0, int(left * 1e9)), result):
+            if not lib.aio_wait(self._handles[self._index], max(0, int(left * 1e9)), result):
                 break
             if until is not None and time.monotonic() >= until:
                 raise TimeoutError(
@@ -67,7 +76,7 @@ class Ticket:
     def done(self) -> bool:
         """Whether it has ended, with or without an error.  Does not block."""
         self._queue.check_process()
-        return not lib.aio_wait(self._native, 0, ffi.new("aio_result *"))
+        return not lib.aio_wait(self._handles[self._index], 0, ffi.new("aio_result *"))
 
     def cancel(self) -> bool:
         """Drop what is not yet submitted; the ticket then ends with ECANCELED.
@@ -75,7 +84,7 @@ class Ticket:
         False: nothing was left to drop.
         """
         self._queue.check_process()
-        return not lib.aio_cancel(self._native)
+        return not lib.aio_cancel(self._handles[self._index])
 
     def _raise_if_failed(self, result: Any) -> None:
         if result.error:
@@ -89,7 +98,8 @@ class Ticket:
             )
 
     def __del__(self) -> None:
-        self._queue.retire(self._native, (self.file, self._keep))
+        if self._handles[self._index]:
+            self._queue.retire(self._handles[self._index], (self.file, self._keep))
 
     def __repr__(self) -> str:
         return (

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import gc
 import os
 import random
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -24,6 +26,14 @@ BLOCK = 4096
 def slow() -> Iterator[aio.Queue]:
     with aio.Queue("faults", block_bytes=BLOCK, read_depth=2, write_depth=2) as queue:
         yield queue
+
+
+def mapped(address: int) -> bool:
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        start, stop = (int(part, 16) for part in line.split()[0].split("-"))
+        if start <= address < stop:
+            return True
+    return False
 
 
 def descriptors() -> set[str]:
@@ -293,6 +303,131 @@ def test_a_closed_files_number_belongs_to_the_next_file_at_once(
     with aio.File(second) as file:
         assert (file.native.direct_fd, file.native.buffered_fd) == numbers
     assert (first.read_bytes(), second.read_bytes()) == (b"a" * 4196, b"b" * 4196)
+
+
+@pytest.mark.skipif(
+    "TSAN_OPTIONS" in os.environ, reason="ThreadSanitizer allows no threads in a child after fork"
+)
+def test_an_inherited_files_number_belongs_to_the_next_file_of_the_child(
+    backend: str, slow: aio.Queue, tmp_path: Path
+) -> None:
+    """Nor does the child wait for what its parent has in flight."""
+    for name in ("first", "second"):
+        (tmp_path / name).write_bytes(name.encode() * BLOCK)
+    with aio.File(tmp_path / "first") as file:
+        Faults(slow).allow(0)
+        held = slow.read(file, bytearray(BLOCK), 0)
+        Faults(slow).wait_submitted(1)
+        pid = os.fork()
+        if pid == 0:
+            signal.alarm(20)
+            into = bytearray(2 * BLOCK)
+            with aio.Queue(backend) as own:
+                own.read(file, into, 0).wait()
+                numbers = file.native.direct_fd, file.native.buffered_fd
+                file.close()
+                with aio.File(tmp_path / "second") as other:
+                    same = numbers == (other.native.direct_fd, other.native.buffered_fd)
+                    own.read(other, into, 0).wait()
+            os._exit(0 if same and into.startswith(b"second") else 1)
+        status = os.waitpid(pid, 0)[1]
+        Faults(slow).allow()
+        held.wait()
+        assert status == 0
+
+
+@pytest.mark.skipif(
+    "TSAN_OPTIONS" in os.environ, reason="ThreadSanitizer allows no threads in a child after fork"
+)
+def test_a_child_raises_at_once_while_its_parent_is_in_a_call(slow: aio.Queue, path: Path) -> None:
+    """The fork copies the queue's lock as another thread holds it."""
+    with aio.File(path, "x+", size=BLOCK) as file:
+        faults = Faults(slow)
+        faults.allow(0)
+        held = slow.read(file, bytearray(BLOCK), 0)
+        faults.wait_submitted(1)
+        slow._lock.acquire()  # as in a call
+        pid = os.fork()
+        if pid == 0:
+            signal.alarm(20)
+            refused = 0
+            for call in (
+                lambda: slow.read(file, bytearray(1), 0),
+                lambda: slow.register(memoryview(bytearray(1))),
+                slow.stats,
+            ):
+                with contextlib.suppress(RuntimeError):
+                    call()
+                    break
+                refused += 1
+            os._exit(refused != 3)
+        slow._lock.release()
+        status = os.waitpid(pid, 0)[1]
+        faults.allow()
+        held.wait()
+        assert status == 0
+
+
+def test_a_submission_that_is_interrupted_keeps_its_memory(
+    slow: aio.Queue, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As by Ctrl-C right behind the call into C."""
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    with aio.File(path, "x+", size=4 * BLOCK) as file:
+        faults = Faults(slow)
+        faults.allow(0)
+        buffer = aio.Buffer(4 * BLOCK)
+        address = buffer.address
+        monkeypatch.setattr(slow, "_reap", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            slow.read(file, buffer, 0)
+        monkeypatch.undo()
+        buffer.close()
+        del buffer
+        gc.collect()
+        kept = mapped(address)
+        faults.allow()
+        assert kept
+        while mapped(address):
+            slow.read(file, bytearray(1), 0).wait()
+
+
+def test_registered_memory_is_kept_until_its_queue_is_closed(queue: aio.Queue, path: Path) -> None:
+    """Else other memory at its address would be taken for it."""
+    path.write_bytes(b"x" * BLOCK)
+    with aio.File(path) as file:
+        for _ in range(4):
+            with aio.Buffer(BLOCK) as buffer:
+                registered = queue.register(buffer)
+                address = buffer.address
+                ticket = queue.read(file, buffer, 0)
+                ticket.wait()
+                assert buffer.view[:BLOCK] == b"x" * BLOCK
+            del ticket
+    gc.collect()
+    assert mapped(address) is registered
+    queue.close()
+    gc.collect()
+    assert not mapped(address)
+
+
+def test_what_closes_a_queue_at_exit_waits_for_calls_of_other_threads(
+    queue: aio.Queue, path: Path
+) -> None:
+    with aio.File(path, "x+", size=BLOCK) as file:
+        closer = threading.Thread(target=queue._finalizer)
+        with queue._lock:  # as in a call
+            closer.start()
+            while queue._finalizer.alive:
+                time.sleep(0.001)
+            closer.join(0.1)
+            assert closer.is_alive()
+        closer.join()
+        with pytest.raises(ValueError, match="closed"):
+            queue.read(file, bytearray(1), 0)
 
 
 def test_a_closed_file_is_let_go_while_its_queue_lives(queue: aio.Queue, tmp_path: Path) -> None:
