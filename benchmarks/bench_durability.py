@@ -215,7 +215,7 @@ PARTS: dict[str, tuple[Callable[..., Iterator[Row]], Callable[[list[Row]], list[
 @click.option("--warmup", default=4, help="Before them: all sides are written twice.")
 @click.option("--saves", default=5, help="Of one process; the first is not counted.")
 @click.option("--width", default=1024)
-@click.option("--depth", default=4)
+@click.option("--depth", default=8)
 @click.option("--vocab", default=8192)
 @click.option("--threads", type=int, default=num_cpus, show_default="CPUs allowed")
 @click.option("--held", default=0, help="Hold the disk at so many MB/s a direction (root).")

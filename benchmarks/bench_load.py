@@ -6,7 +6,7 @@ Each round measures what the drive gives (reads, writes, both at once) and then,
 imports a saved model in bf16 and in fp32.  The limit of an operation is the least time in which
 such a drive moves the bytes that the kernel counted for it; `of limit` is limit over time.  An
 import is charged with what it takes longer than to open the same store again: pool, threads and the
-module are the same in both, and do not grow with the model.
+module are the same in both, and do not grow with the model.  One that is not counted comes before.
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ from step_model import GPT, Shape
 
 HERE = Path(__file__).resolve().parent
 WANTED = 0.8
+IMPORTS = 4  # of a process, after one that warms up
+MEASURED = ("seconds", "read_bytes", "write_bytes")
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 Row = dict[str, Any]
 
@@ -88,14 +90,15 @@ def emptied(folder: Path) -> Iterator[Path]:
         shutil.rmtree(folder)
 
 
-def run_child(settings: Settings, source: Path, folder: Path) -> dict[str, Row]:
-    """What one process reports, by operation."""
+def run_child(settings: Settings, source: Path, folder: Path, *, further: bool) -> list[Row]:
+    """What one process reports, in order."""
     forget(source / "model.safetensors")
     reader, writer = os.pipe()
     job = {
         "shape": asdict(settings.shape), "source": str(source), "dtype": "bf16",
         "folder": str(folder), "threads": settings.threads,
         "host_memory": settings.host_memory, "device_memory": settings.device_memory,
+        "imports": IMPORTS, "further": further,
     }  # fmt: skip
     command = [sys.executable, str(HERE / "load_child.py"), json.dumps(job), str(writer)]
     with subprocess.Popen(command, pass_fds=[writer]) as child:
@@ -104,20 +107,25 @@ def run_child(settings: Settings, source: Path, folder: Path) -> dict[str, Row]:
             events = [json.loads(line) for line in lines]
     if child.returncode:
         raise click.ClickException(f"load_child.py ended with status {child.returncode}")
-    return {event.pop("event"): event for event in events}
+    return events
 
 
-def judged(events: dict[str, Row], rates: dict[str, float], source: str) -> Iterator[Row]:
-    """One row per operation of a child."""
-    opened = events.pop("open")
-    imported = events.pop("import")
-    for key in ("seconds", "read_bytes", "write_bytes"):
-        imported[f"whole_{key}"] = imported[key]
-        imported[key] -= opened[key]
-    for name, event in {f"import {source}": imported, **events}.items():
+def judged(events: list[Row], rates: dict[str, float], source: str) -> Iterator[Row]:
+    """One row per operation of a child; imports in pairs with the opening of the same store."""
+    pairs = zip(
+        *([e for e in events if e["event"] == name] for name in ("import", "open")), strict=True
+    )
+    found = [
+        (f"import {source}", {key: imported[key] - opened[key] for key in MEASURED})
+        for imported, opened in list(pairs)[1:]
+    ]
+    found += [(e["event"], e) for e in events if e["event"] not in ("import", "open")]
+    for name, event in found:
         limit_s = disk_rate.floor_s(event["read_bytes"], event["write_bytes"], rates)
+        figures = {key: event[key] for key in MEASURED}
         yield {
-            "operation": name, **event, "limit_s": limit_s, "of_limit": limit_s / event["seconds"]
+            "operation": name, **figures, "limit_s": limit_s,
+            "of_limit": limit_s / event["seconds"],
         }  # fmt: skip
 
 
@@ -132,7 +140,7 @@ def measure(settings: Settings) -> tuple[list[Row], list[dict[str, float]]]:
                 rates = disk_rate.rates(folder / "probe", 1.0)
                 probes.append(rates)
                 with emptied(folder / "drive") as drive:
-                    events = run_child(settings, source, drive)
+                    events = run_child(settings, source, drive, further=name == "bf16")
                 rows += [{"round": index, **row} for row in judged(events, rates, name)]
                 told = ", ".join(f"{key} {rate / 1e9:.2f}" for key, rate in rates.items())
                 click.echo(f"round {index}, {name}: drive GB/s {told}", err=True)

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +37,8 @@ class Job:
     threads: int
     host_memory: str
     device_memory: str
+    imports: int  # that are judged
+    further: bool  # checkpoint and exports too
 
     @classmethod
     def parse(cls, text: str) -> Job:
@@ -53,9 +57,9 @@ def measured(report: Callable[..., None], name: str, action: Callable[[], Any]) 
     return result
 
 
-def open_engine(job: Job, *, resume: bool) -> OffloadEngine:
+def open_engine(job: Job, folder: Path, *, resume: bool) -> OffloadEngine:
     return OffloadEngine.from_pretrained(
-        job.source, make=lambda: GPT(job.shape), nvme_path=job.folder, resume=resume,
+        job.source, make=lambda: GPT(job.shape), nvme_path=folder, resume=resume,
         dtype=job.dtype, host_memory=job.host_memory, device_memory=job.device_memory,
     )  # fmt: skip
 
@@ -77,8 +81,23 @@ def main() -> None:
 
     torch.set_num_threads(job.threads)
     folder = Path(job.folder)
-    measured(report, "import", lambda: open_engine(job, resume=False)).close()
-    engine = measured(report, "open", lambda: open_engine(job, resume=True))
+    # The first is not judged: a virtual machine hands memory out page by page, at 0.5 GB/s.
+    for index in range(1 + job.imports):
+        drive = folder / f"drive{index}"
+        drive.mkdir()
+        measured(report, "import", partial(open_engine, job, drive, resume=False)).close()
+        engine = measured(report, "open", partial(open_engine, job, drive, resume=True))
+        if index < job.imports or not job.further:
+            engine.close()
+            shutil.rmtree(drive)
+    if job.further:
+        go_on(job, engine, folder, report)
+
+
+def go_on(
+    job: Job, engine: OffloadEngine, folder: Path, report: Callable[..., None]
+) -> None:  # fmt: skip
+    """Train, and measure what a trained state offers."""
     train(engine, job.shape)
     engine.save_checkpoint(folder / "checkpoints", "saved").wait()
     checkpoint = folder / "checkpoints"
