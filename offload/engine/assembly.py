@@ -10,7 +10,7 @@ import contextlib
 import hashlib
 import json
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,12 +23,12 @@ from offload.config import EngineConfig
 from offload.engine.drives import Drives, plan_drives
 from offload.errors import ConfigError, StoreError
 from offload.memory.slab import Region, Slab, Slots
-from offload.optim.packing import Packing
+from offload.optim.packing import Packing, num_state_elems
 from offload.optim.rules import Rule
 from offload.optim.torch_rule import TorchRule
 from offload.partition.chunk import CHUNK_MULTIPLE
 from offload.partition.described import describe_units, tensors_of
-from offload.partition.states import FP32_MOMENTS, StateTable
+from offload.partition.states import WHOLE_STATE_BYTES, StateTable
 from offload.partition.unit import Unit, round_up
 from offload.runtime.discover import Discovery, discover
 from offload.schedule.placement import (
@@ -91,15 +91,14 @@ def plan(model: nn.Module, config: EngineConfig, rule: Rule) -> Blueprint:
     states = choose_states(rule, config.state_dtype)
     found = discover(
         model, persistence_threshold=config.param_persistence_threshold, exact=exact,
-        states=states,
+        states=states, state_elems=_state_elems(rule),
     )  # fmt: skip
     if not found.parameters:
         raise ConfigError(f"model {type(model).__name__}: expected float parameters, got none.")
     several = config.gradient_accumulation_steps > 1
     formats = Formats(
         weight=4 if exact else 2, compute=compute.itemsize, grad=4 if several or exact else 2,
-        # Chunks that torch updates are fp32, whatever roles there are.
-        states=FP32_MOMENTS if isinstance(rule, TorchRule) else states,
+        states=states,
     )  # fmt: skip
     least = device_least_bytes(found.units, found.persistent, formats)
     largest = max((unit.num_elems for unit in found.units), default=0) * formats.compute
@@ -133,15 +132,31 @@ def choose_states(rule: Rule, dtype: str) -> StateTable:
             f"state_dtype: expected 'fp32' with optimizer {rule.name}, which has no kernel, got"
             f" {dtype!r}. Leave it out."
         )
-    # Where whole tensors are updated, their packed states lie in the first of two roles.
-    return FP32_MOMENTS if rule.whole else StateTable.of(rule.states, dtype)
+    if rule.whole:
+        return StateTable(("packed",), dtype, whole=True)
+    return StateTable.of(rule.states, dtype)
+
+
+def _state_elems(rule: Rule) -> Callable[[str, tuple[int, ...]], int] | None:
+    """The size of a whole tensor's states; None for an optimizer that runs on pieces."""
+    if not (isinstance(rule, TorchRule) and rule.whole):
+        return None
+    return lambda name, shape: num_state_elems(rule.state_shapes(shape, f"parameter {name}"))
 
 
 def pack(rule: Rule, units: Iterable[Unit]) -> dict[str, Packing]:
     """Where the states of whole tensors lie; nothing for an optimizer that runs on pieces."""
     if not (isinstance(rule, TorchRule) and rule.whole):
         return {}
-    return {unit.name: Packing.of(unit, rule.state_shapes) for unit in units}
+    packings = {unit.name: Packing.of(unit, rule.state_shapes) for unit in units}
+    for unit in units:
+        most, found = WHOLE_STATE_BYTES * unit.trainable_elems, 4 * packings[unit.name].num_elems
+        if found > most:
+            raise ConfigError(
+                f"optimizer {rule.name}, unit {unit.name!r}: expected states of at most {most:,}"
+                f" bytes, {WHOLE_STATE_BYTES} a parameter, got {found:,}. Take another optimizer."
+            )
+    return packings
 
 
 def default_compute_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:

@@ -215,7 +215,7 @@ def _pipeline(ground: Ground) -> Pipeline:
         _LOG.warning("optimizer %s has no kernel: its updates run in torch, slowly.", rule.name)
         return TorchPipeline(
             ground.queue, ground.memory.update.view, rule, num_slots=placement.update_slots,
-            chunk_elems=placement.chunk_elems, packings=ground.blueprint.packings,
+            slot_bytes=placement.update_slot_bytes, packings=ground.blueprint.packings,
         )  # fmt: skip
     return UpdatePipeline(
         ground.queue, ground.memory.update.view, num_slots=placement.update_slots,

@@ -41,8 +41,8 @@ def _packed_state(parts: Parts, packing: Packing, name: str, state: str) -> torc
     if state not in pieces:
         raise _unknown(parts.ground.blueprint.rule, pieces, name, state)
     unit: Unit = parts.reader.find(name)[0]
-    stream = parts.reader.state_range(unit, Role.EXP_AVG, 0, packing.num_elems)
-    return pieces[state].of(stream).clone()
+    data = parts.reader.data_range(unit, Role.EXP_AVG, 0, 4 * packing.num_elems)
+    return pieces[state].of(data.view(torch.float32)).clone()
 
 
 def _unknown(rule: Rule, known: Iterable[str], name: str, state: str) -> ConfigError:

@@ -20,6 +20,11 @@ ALIGN_ELEMS = 16  # a cache line of fp32
 Shapes = Mapping[str, tuple[int, ...]]
 
 
+def num_state_elems(shapes: Shapes) -> int:
+    """Elements that the states of one tensor take in a packed stream."""
+    return sum(round_up(math.prod(shape), ALIGN_ELEMS) for shape in shapes.values())
+
+
 @dataclass(frozen=True)
 class Piece:
     """One state tensor of one parameter."""

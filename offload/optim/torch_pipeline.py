@@ -178,28 +178,26 @@ class TorchPipeline:
         rule: TorchRule,
         *,
         num_slots: int,
-        chunk_elems: int,
+        slot_bytes: int,  # of all roles of any chunk, each padded to 4096
         packings: Mapping[str, Packing] | None = None,
     ) -> None:
         """Start the thread.  `queue` and `slots` must stay open until close().
 
         `packings`: of each unit by name, for a rule of whole tensors.
         """
-        size = ChunkMemory.num_bytes(chunk_elems)
-        if num_slots < 1 or len(slots) < num_slots * size:
+        if num_slots < 1 or len(slots) < num_slots * slot_bytes:
             raise StateError(
-                f"update slots: expected {num_slots} of {size:,} bytes, got {len(slots):,} bytes."
+                f"update slots: expected {num_slots} of {slot_bytes:,} bytes, got {len(slots):,}."
             )
         self.rule = rule
         self._queue = queue
         self._packings = packings or {}
-        self._chunk_elems = chunk_elems
         self.changed = threading.Condition()  # guards all that follows, and the jobs' progress
         self._open: list[tuple[int, int, TorchJob, int]] = []  # a heap: deadline, order, job, chunk
         self._num_opened = 0
         self._stopping = False
         self._jobs: list[TorchJob] = []
-        free = [slots[at * size : (at + 1) * size] for at in range(num_slots)]
+        free = [slots[at * slot_bytes : (at + 1) * slot_bytes] for at in range(num_slots)]
         self._thread = threading.Thread(target=self._run, args=(free,), name="update", daemon=True)
         self._thread.start()
 
@@ -321,7 +319,7 @@ class TorchPipeline:
 
     def _activate(self, memory: memoryview, job: TorchJob, index: int) -> _Active:
         packing = self._packings.get(job.work.unit_name(index))
-        chunk = ChunkMemory(job.work, index, memory, self._chunk_elems, packing)
+        chunk = ChunkMemory(job.work, index, memory, packing)
         active = _Active(memory, job, chunk)
         self._guarded(active, self._read)
         return active

@@ -3,7 +3,7 @@
 element-wise    segment of master, gradient and states --> step --> back, split
 whole tensors   the chunk is a unit; states lie packed in the first state stream
 
-slot   [ param | master_lo | states ... | grad ]      each padded to 4096
+slot   [ param | master_lo | states ... | grad ]      those not in host memory, padded to 4096
 """
 
 from __future__ import annotations
@@ -30,10 +30,6 @@ from offload.optim.torch_step import TorchRow
 from offload.partition.unit import STORE_ALIGN_BYTES, Role, round_up
 
 _LIMIT = 3.3961775e38  # 0x7f7f8000: a master from here on would give an infinite weight
-_SLOT_BYTES = {
-    Role.PARAM: 2, Role.MASTER_LO: 2, Role.EXP_AVG: 4, Role.EXP_AVG_SQ: 4, Role.GRAD: 4,
-    Role.EXP_AVG_SCALE: 0, Role.EXP_AVG_SQ_SCALE: 0,  # states are fp32 here
-}  # fmt: skip
 _DTYPES = {Role.PARAM: torch.bfloat16, Role.MASTER_LO: torch.int16}
 _STATE_ROLES = (Role.EXP_AVG, Role.EXP_AVG_SQ)
 _GRAD_DTYPES = {code: getattr(torch, name) for name, (_, code) in GRAD_FORMATS.items()}
@@ -69,9 +65,7 @@ class Work:
 class ChunkMemory:
     """The memory of one chunk at work: a slot's, or the host's where the state is resident."""
 
-    def __init__(
-        self, work: Work, index: int, slot: memoryview, chunk_elems: int, packing: Packing | None
-    ) -> None:
+    def __init__(self, work: Work, index: int, slot: memoryview, packing: Packing | None) -> None:
         chunk = work.chunks[index]
         self.unit = int(chunk["unit"])
         self.deadline = int(chunk["deadline"])
@@ -81,19 +75,14 @@ class ChunkMemory:
         first = int(chunk["first_segment"])
         self._segments = work.segments[first : first + int(chunk["num_segments"])]
         self._streams = dict(zip(UPDATE_ROLES, chunk["streams"], strict=True))
-        self._slot = dict(zip(UPDATE_ROLES, _regions(slot, chunk_elems), strict=True))
-
-    @staticmethod
-    def num_bytes(chunk_elems: int) -> int:
-        """Bytes of a slot for chunks of `chunk_elems` elements."""
-        return sum(round_up(chunk_elems * size, STORE_ALIGN_BYTES) for size in _SLOT_BYTES.values())
+        self._memory = self._place(slot)
 
     def reads(self) -> list[Transfer]:
         """What comes from files."""
         return [
             (role, self._work.files[int(stream["read_file"])], memory, int(stream["read_offset"]))
             for role, stream in self._streams.items()
-            if not stream["host"] and stream["read_file"] and len(memory := self._padded(role))
+            if not stream["host"] and stream["read_file"] and len(memory := self._memory[role])
         ]
 
     def writes(self) -> list[Transfer]:
@@ -101,13 +90,13 @@ class ChunkMemory:
         return [
             (role, self._work.files[int(stream["write_file"])], memory, int(stream["write_offset"]))
             for role, stream in self._streams.items()
-            if stream["write_file"] and len(memory := self._padded(role))
+            if stream["write_file"] and len(memory := self._memory[role])
         ]
 
     def fill(self) -> None:
         """Complete what is not read: copies of resident memory, and zeros."""
         for role, stream in self._streams.items():
-            memory = self._padded(role)
+            memory = self._memory[role]
             if stream["flags"] & COPY_IN:
                 memory[:] = _host(int(stream["host"]), len(memory))
             elif not stream["host"] and not stream["read_file"]:
@@ -121,11 +110,11 @@ class ChunkMemory:
             dtype = _GRAD_DTYPES[int(self._streams[role]["format"])]
         if not size:
             return torch.empty(0, dtype=dtype)
-        return torch.frombuffer(self._padded(role)[:size], dtype=dtype)
+        return torch.frombuffer(self._memory[role][:size], dtype=dtype)
 
     def data(self, role: Role) -> memoryview:
         """The role's bytes, without padding."""
-        return self._padded(role)[: self._data_bytes(role)]
+        return self._memory[role][: self._data_bytes(role)]
 
     def pieces(self) -> list[tuple[int, int, TorchRow]]:
         """First and last element of each segment that is updated, and its row."""
@@ -140,21 +129,23 @@ class ChunkMemory:
             return 4 * self.packing.num_elems if role is Role.EXP_AVG else 0
         return self.num_elems * int(self._streams[role]["elem_bytes"])
 
-    def _padded(self, role: Role) -> memoryview:
-        stream, size = self._streams[role], round_up(self._data_bytes(role), STORE_ALIGN_BYTES)
-        if stream["host"] and not stream["flags"] & COPY_IN:
-            return _host(int(stream["host"]), size)
-        return self._slot[role][:size]
-
-
-def _regions(slot: memoryview, chunk_elems: int) -> list[memoryview]:
-    """The slot's roles.  Packed states may take the room of both state streams."""
-    found, start = {}, 0
-    for role in UPDATE_ROLES:
-        size = round_up(chunk_elems * _SLOT_BYTES[role], STORE_ALIGN_BYTES)
-        found[role] = slot[start : start + (2 * size if role is Role.EXP_AVG else size)]
-        start += size
-    return list(found.values())
+    def _place(self, slot: memoryview) -> dict[Role, memoryview]:
+        """Give each role its memory: the host's, or the next of the slot's."""
+        found: dict[Role, memoryview] = {}
+        start = 0
+        for role, stream in self._streams.items():
+            size = round_up(self._data_bytes(role), STORE_ALIGN_BYTES)
+            if stream["host"] and not stream["flags"] & COPY_IN:
+                found[role] = _host(int(stream["host"]), size)
+                continue
+            found[role] = slot[start : start + size]
+            start += size
+        if start > len(slot):
+            raise StateError(
+                f"update of unit {self._work.unit_names[self.unit]!r}: expected a chunk of at most"
+                f" {len(slot):,} bytes, a slot's, got {start:,}. Raise host_memory."
+            )
+        return found
 
 
 def _host(address: int, num_bytes: int) -> memoryview:

@@ -50,9 +50,12 @@ def state_borders(unit: Unit, chunk_elems: int) -> list[int]:
     """Where an update cuts the trainable section: starts, and the end.
 
     At multiples of `chunk_elems` where state is packed, at those of `plain_chunk` elsewhere, and
-    between the two: each chunk has one format and lies in one chunk of the weights.
+    between the two: each chunk has one format and lies in one chunk of the weights.  Nowhere where
+    states are of whole tensors.
     """
     packed, end = unit.packed_elems, unit.trainable_elems
+    if unit.states.whole:
+        return [0, end] if end else [0]
     step = unit.states.plain_chunk(chunk_elems)
     borders = {*range(0, packed, chunk_elems), packed, *range(-(-packed // step) * step, end, step)}
     return [*sorted(border for border in borders if border < end), end]

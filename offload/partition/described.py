@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from offload.errors import StoreCorrupt
@@ -17,6 +18,7 @@ def describe_units(units: Iterable[Unit], states: StateTable) -> dict[str, Any]:
     return {
         "state_dtype": _STATE_DTYPES[states.dtype],
         "states": list(states.names),
+        **({"whole": True} if states.whole else {}),
         "units": [
             {"name": unit.name, "tensors": [_tensor(slot, states) for slot in unit.slots]}
             for unit in units
@@ -30,6 +32,8 @@ def _tensor(slot: Slot, states: StateTable) -> dict[str, Any]:
         "name": tensor.name, "shape": list(tensor.shape), "trainable": tensor.trainable,
         "start": slot.start,
     }  # fmt: skip
+    if states.whole:
+        return {**told, "state_elems": tensor.state_elems}
     return {**told, "plain": tensor.plain} if states.packs else told
 
 
@@ -37,12 +41,13 @@ def units_of(layout: Mapping[str, Any]) -> list[Unit]:
     """The units as the engine laid them out; raises StoreCorrupt where they contradict that."""
     names = {name: short for short, name in _STATE_DTYPES.items()}
     states = StateTable.of(layout.get("states", StateTable().names), names[layout["state_dtype"]])
+    states = replace(states, whole=layout.get("whole", False))
     units = []
     for index, value in enumerate(layout["units"]):
         tensors = [
             TensorSpec(
                 tensor["name"], tuple(tensor["shape"]), tensor["trainable"],
-                tensor.get("plain", False),
+                tensor.get("plain", False), tensor.get("state_elems", 0),
             )
             for tensor in value["tensors"]
         ]  # fmt: skip

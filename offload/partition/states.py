@@ -22,6 +22,7 @@ STORE_ALIGN_BYTES = 4096
 BLOCK_ELEMS = 256  # that share a scale
 SCALE_BYTES = 4
 SECTION_ELEMS = 4096  # the plain section begins at a multiple: 1 byte an element is a store block
+WHOLE_STATE_BYTES = 8  # the most for an element's share of states of whole tensors
 _NEVER_NEGATIVE = frozenset({"exp_avg_sq", "sum"})  # by torch's names
 _STATE_BYTES = {"fp32": 4, "bf16": 2, "int8": 1}
 
@@ -53,6 +54,7 @@ class StateTable:
 
     names: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
     dtype: str = "fp32"
+    whole: bool = False  # one role: states of whole tensors, `TensorSpec.state_elems` of each
 
     @classmethod
     def of(cls, names: Sequence[str], dtype: str) -> StateTable:
@@ -106,6 +108,8 @@ class StateTable:
     def slot_bytes(self, chunk_elems: int, grad_bytes: int) -> int:
         """Bytes that hold every role of any chunk; `grad_bytes`: of an element's gradient."""
         plain = self.plain_chunk(chunk_elems)
+        if self.whole:
+            return plain * (4 + grad_bytes + WHOLE_STATE_BYTES)
         sizes = [plain * (4 + grad_bytes + self.state_bytes(packed=False) * len(self.names))]
         if self.packs:
             scales = -(-chunk_elems // BLOCK_ELEMS) * SCALE_BYTES

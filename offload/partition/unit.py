@@ -40,6 +40,7 @@ class TensorSpec:
     shape: tuple[int, ...]
     trainable: bool = True
     plain: bool = False  # its state stays fp32 where that of others is packed
+    state_elems: int = 0  # fp32 values of all its states, where states are of whole tensors
 
     @property
     def num_elems(self) -> int:
@@ -87,9 +88,15 @@ class Unit:
         return self.states.roles
 
     def byte_of(self, role: Role, elem: int) -> int:
-        """Where element `elem` lies in the flat buffer of `role`; for scales: that of its block."""
+        """Where element `elem` lies in the flat buffer of `role`; for scales: that of its block.
+
+        States of whole tensors lie tensor by tensor: `elem` is the start or the stop of one.
+        """
         if role in SCALES:
             return min(elem, self.packed_elems) // BLOCK_ELEMS * SCALE_BYTES
+        if role in STATES and self.states.whole:
+            before = (slot.tensor for slot in self.slots if slot.start < elem)
+            return sum(4 * tensor.state_elems for tensor in before)
         if role in STATES:
             packed = min(elem, self.packed_elems)
             plain_bytes = (elem - packed) * self.states.state_bytes(packed=False)

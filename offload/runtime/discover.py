@@ -12,6 +12,7 @@ unit.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -36,11 +37,13 @@ class Discovery:
 
 
 def discover(
-    model: nn.Module, *, persistence_threshold: int, exact: bool, states: StateTable = FP32_MOMENTS
-) -> Discovery:
+    model: nn.Module, *, persistence_threshold: int, exact: bool, states: StateTable = FP32_MOMENTS,
+    state_elems: Callable[[str, tuple[int, ...]], int] | None = None,
+) -> Discovery:  # fmt: skip
     """Partition the parameters of `model`; `exact`: frozen tensors keep their low halves.
 
-    Where `states` packs, vectors (norms, biases) and embeddings are plain.
+    Where `states` packs, vectors (norms, biases) and embeddings are plain.  `state_elems(name,
+    shape)`: fp32 values of a trainable tensor's states, where `states` are of whole tensors.
     """
     parameters, left_alone = _managed(model)
     roots = _block_names(model, persistence_threshold)
@@ -49,7 +52,9 @@ def discover(
     embeddings = _embeddings(model)
     for name, parameter in parameters.items():
         plain = states.packs and (parameter.dim() < 2 or id(parameter) in embeddings)
-        spec = TensorSpec(name, tuple(parameter.shape), parameter.requires_grad, plain)
+        shape, trainable = tuple(parameter.shape), parameter.requires_grad
+        elems = state_elems(name, shape) if state_elems and trainable else 0
+        spec = TensorSpec(name, shape, trainable, plain, elems)
         small = parameter.numel() < persistence_threshold
         key = PERSISTENT if small else _unit_name(name, roots)
         owner[id(parameter)] = key
