@@ -84,6 +84,7 @@ def measure(library: Any, num_elems: int, rounds: int, num_threads: int) -> Tabl
         with ThreadPoolExecutor(num_threads) as pool, kernels.Threads(num_threads) as threads:
             limits = update_sweep.limit_jobs(library, at, pool) if library else {}
             jobs = limits | update_sweep.our_jobs(at, threads, kernels.supported())
+            jobs |= update_sweep.optimizer_jobs(at, threads, kernels.supported()[0])
             total = len(jobs) * (rounds + 1)
             with tqdm(total=total, leave=False, desc=f"{num_threads} threads") as bar:
                 for index in range(rounds + 1):

@@ -15,15 +15,23 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from offload import kernels
 from offload.cli.update_memory import PAUSE_S, Job, Streams, Timing
+from offload.optim.choice import choose
+from offload.optim.rules import KernelRule
 
 LIMIT_PIECES = 32
 SPLIT_BYTES, F32_BYTES = 26, 28  # per element: read and written, by update_limit.c's account
+OPTIMIZERS: dict[str, dict[str, Any]] = {  # beside Adam: settings by what a row is called
+    "sgd": {},
+    "sgd momentum": {"momentum": 0.9},
+    "lion": {},
+    "adagrad": {},
+}
 Rounds = dict[str, list[Timing]]
 
 
@@ -86,6 +94,33 @@ def our_jobs(
     return mixed | {f"offload {name}, fp32": job(name, False) for name in variants}
 
 
+def optimizer_jobs(at: Streams, threads: kernels.Threads, variant: str) -> dict[str, Job]:
+    """The other optimizers over a split master, in `variant`."""
+
+    def job(name: str) -> Job:
+        choice = choose(name.split()[0], None, OPTIMIZERS[name])
+        rule = cast(KernelRule, choice.rule)
+        row = rule.row(choice.defaults, step=6, grad_scale=1.0)
+        states = [kernels.State(state, at.exp_avg_sq) for state in rule.states]
+
+        def run() -> None:
+            kernels.select(variant)
+            master = kernels.Split(at.weight16, at.low)
+            kernels.update(master, states, at.grad16, row=row, threads=threads)
+
+        return run
+
+    return {f"{name} {variant}, mixed": job(name) for name in OPTIMIZERS}
+
+
+def num_bytes_of(name: str) -> int:
+    """Bytes per element that a job reads and writes."""
+    found = [known for known in OPTIMIZERS if name.startswith(f"{known} ")]
+    if not found:
+        return SPLIT_BYTES if is_mixed(name) else F32_BYTES
+    return SPLIT_BYTES - 16 + (8 if found[-1] != "sgd" else 0)  # a state is 8 bytes
+
+
 def timed(job: Job, at: Streams) -> Timing:
     """Another thread prepares the memory: on a busy machine whoever has just computed must wait."""
     with ThreadPoolExecutor(1) as preparing:
@@ -105,10 +140,14 @@ def ratio(found: Rounds, slower: str, faster: str, field: str = "seconds") -> fl
 
 
 def of_limit(found: Rounds, name: str, field: str) -> float:
-    """The time of the faster limit over the time of `name`: the median over rounds."""
+    """The time of the faster limit over the time of `name`: the median over rounds.
+
+    Of a job with fewer streams than the limit: at the limit's bytes per second.
+    """
     plain = "limit, mixed" if is_mixed(name) else "limit, fp32"
     limits = zip(found[plain], found[plain + ", ahead"], strict=True)
-    best = [min(getattr(a, field), getattr(b, field)) for a, b in limits]
+    share = num_bytes_of(name) / (SPLIT_BYTES if is_mixed(name) else F32_BYTES)
+    best = [share * min(getattr(a, field), getattr(b, field)) for a, b in limits]
     mine = [getattr(timing, field) for timing in found[name]]
     return float(median(b / m for b, m in zip(best, mine, strict=True)))
 
@@ -116,7 +155,7 @@ def of_limit(found: Rounds, name: str, field: str) -> float:
 def row_of(found: Rounds, name: str, num_elems: int) -> dict[str, Any]:
     """One job's rates and shares of the limit; None where the limit was not measured."""
     seconds = sorted(timing.seconds for timing in found[name])
-    num_bytes = SPLIT_BYTES if is_mixed(name) else F32_BYTES
+    num_bytes = num_bytes_of(name)
     has_limit = any(known.startswith("limit") for known in found)
     return {
         "job": name,

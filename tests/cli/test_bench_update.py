@@ -37,6 +37,11 @@ def test_every_variant_and_thread_count_is_timed_beside_the_limit(
                 row = rows[name]
                 assert row["bytes_per_s"] == pytest.approx(num_bytes * row["elems_per_s"])
                 assert row["of_limit"] > 0
+        best = kernels.supported()[0]
+        for name, num_bytes in (("sgd", 10), ("sgd momentum", 18), ("lion", 18), ("adagrad", 18)):
+            row = rows[f"{name} {best}, mixed"]
+            assert row["bytes_per_s"] == pytest.approx(num_bytes * row["elems_per_s"])
+            assert row["of_limit"] > 0
     assert kernels.variant() == before
 
 
