@@ -19,8 +19,10 @@
 /* ---- the numbers of random rounding ----
  * An element has 32 mixed bits, of its tensor's key and its place: the first state rounds with the low ones, the second with
  * the high ones.  Each step adds the same odd number, the golden section of the interval.  So over elements the numbers are
- * independent, and over the steps of one element they fill the interval evenly (a Weyl sequence): what rounding adds to a
- * slowly moving average stays within a step or two of its format, where independent numbers would let it walk away.
+ * independent, so each rounding is unbiased, and over the steps of one element they fill the interval evenly (a Weyl
+ * sequence): what rounding adds to a slowly moving average stays within a few steps of its format, where independent
+ * numbers would let it walk away.  The price is a lag.  Measured on v = 0.999 v + 0.001 x (tests/simd/test_rounding.py):
+ * bf16 0.8 % off (mean -0.4 %) against 5 %, U8 10 % (-6 %) against 22 %.
  * Mixing: C. Wellons' lowbias32; half of the block's seed goes in front, half into its middle. */
 #define RANDOM_STEP 0x9e3779b9u
 static const uint32_t random_ramp[16] = {

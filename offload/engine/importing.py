@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,8 +20,16 @@ from offload.engine.connect import Ground, Parts
 from offload.engine.rewriting import commit_rewritten
 from offload.errors import StateError
 from offload.interchange.deepspeed import ZeroCheckpoint
-from offload.partition.chunk import Chunk, chunks_of, segments_of, state_chunks
-from offload.partition.states import BLOCK_ELEMS, SCALES, STATES, STORE_ALIGN_BYTES, Role
+from offload.partition.chunk import Chunk, Segment, chunks_of, segments_of, state_chunks
+from offload.partition.states import (
+    BLOCK_ELEMS,
+    HALVES,
+    MOMENTS,
+    SCALES,
+    STATES,
+    STORE_ALIGN_BYTES,
+    Role,
+)
 from offload.partition.unit import Slot, Unit, round_up
 from offload.runtime.persistent import DTYPES
 
@@ -46,10 +54,13 @@ def import_zero(
     standstill.stop(parts)
     ground.store.begin()
     sides = {unit.name: ground.store.spare(unit.name) for unit in ground.blueprint.units}
+    source = _Source(checkpoint, found)
     with contextlib.closing(_Writer(ground)) as writer:
         for unit in ground.blueprint.units:
-            for chunk in _chunks(unit, writer.chunk_elems):
-                writer.write(unit, chunk, sides[unit.name], _Source(checkpoint, found))
+            for chunk in chunks_of(unit.num_elems, writer.chunk_elems):
+                writer.write(_Places(unit, chunk, HALVES), sides[unit.name], source)
+            for chunk in state_chunks(unit, writer.chunk_elems):
+                writer.write(_Places(unit, chunk, MOMENTS), sides[unit.name], source)
     commit_rewritten(ground.ledger, sides, adopt(found), zero_moments=())
     standstill.refresh(parts)
 
@@ -94,13 +105,6 @@ class _Source:
         return self.checkpoint.step_count(self.names[slot.tensor.name])
 
 
-def _chunks(unit: Unit, chunk_elems: int) -> Iterator[Chunk]:
-    """Those of an update, then those of the frozen tensors."""
-    yield from state_chunks(unit, chunk_elems)
-    for chunk in chunks_of(unit.num_elems - unit.trainable_elems, chunk_elems):
-        yield Chunk(chunk.index, unit.trainable_elems + chunk.start, chunk.num_elems)
-
-
 class _Writer:
     """Writes chunks of all roles through a few buffers."""
 
@@ -116,13 +120,14 @@ class _Writer:
         )  # fmt: skip
         self._flying: deque[tuple[memoryview, list[aio.Ticket]]] = deque()
 
-    def write(self, unit: Unit, chunk: Chunk, side: int, source: _Source) -> None:
-        """Fill and submit every role of one chunk; padding becomes zero."""
+    def write(self, places: _Places, side: int, source: _Source) -> None:
+        """Fill and submit some roles of one chunk; padding becomes zero."""
         if not self._free:
             self._retire()
         lane = self._free.popleft()
         tickets = []
-        places = _Places(unit, chunk, lane)
+        unit, chunk = places.unit, places.chunk
+        places.lie_in(lane)
         self._fill(places, source)
         for role, view in places.views.items():
             at = self._store.extent(unit.name, role, side)
@@ -145,23 +150,31 @@ class _Writer:
         for view in places.views.values():
             torch.frombuffer(view, dtype=torch.uint8).zero_()
         for segment in segments_of(places.unit, places.chunk):
-            stop = segment.chunk_start + segment.num_elems
-            values = self._values[: segment.num_elems]
-            source.read(segment.slot, None, segment.tensor_start, values)
-            lo = torch.empty(len(values), dtype=torch.int16)
-            kernels.split(values, places.half(Role.PARAM)[segment.chunk_start : stop], lo)
-            if Role.MASTER_LO in places.views:
-                places.half(Role.MASTER_LO)[segment.chunk_start : stop] = lo
-            if segment.slot.tensor.trainable:
-                for index, role in enumerate(places.unit.states.states):
-                    source.read(segment.slot, role, segment.tensor_start, values)
-                    kernels.state_encode(
-                        values, places.state(role, segment.chunk_start, stop), index=index,
-                        step=source.step_count(segment.slot),
-                        origin=kernels.Origin(
-                            kernels.tensor_key(segment.slot.tensor.name), segment.tensor_start
-                        ),
-                    )  # fmt: skip
+            if Role.PARAM in places.views:
+                self._fill_halves(places, segment, source)
+            elif segment.slot.tensor.trainable:
+                self._fill_states(places, segment, source)
+
+    def _fill_halves(self, places: _Places, segment: Segment, source: _Source) -> None:
+        values = self._values[: segment.num_elems]
+        stop = segment.chunk_start + segment.num_elems
+        source.read(segment.slot, None, segment.tensor_start, values)
+        lo = torch.empty(len(values), dtype=torch.int16)
+        kernels.split(values, places.half(Role.PARAM)[segment.chunk_start : stop], lo)
+        if stop <= places.num_elems(Role.MASTER_LO):
+            places.half(Role.MASTER_LO)[segment.chunk_start : stop] = lo
+
+    def _fill_states(self, places: _Places, segment: Segment, source: _Source) -> None:
+        values = self._values[: segment.num_elems]
+        stop = segment.chunk_start + segment.num_elems
+        key = kernels.tensor_key(segment.slot.tensor.name)
+        for index, role in enumerate(places.unit.states.states):
+            source.read(segment.slot, role, segment.tensor_start, values)
+            kernels.state_encode(
+                values, places.state(role, segment.chunk_start, stop), index=index,
+                step=source.step_count(segment.slot),
+                origin=kernels.Origin(key, segment.tensor_start),
+            )  # fmt: skip
 
     def _retire(self) -> None:
         lane, tickets = self._flying.popleft()
@@ -171,24 +184,32 @@ class _Writer:
 
 
 class _Places:
-    """The roles of one chunk in a lane, one after the other."""
+    """Some roles of one chunk in a lane, one after the other."""
 
-    def __init__(self, unit: Unit, chunk: Chunk, lane: memoryview) -> None:
+    def __init__(self, unit: Unit, chunk: Chunk, roles: Sequence[Role]) -> None:
         self.unit = unit
         self.chunk = chunk
+        self._roles = [role for role in unit.roles if role in roles]
         self.views: dict[Role, memoryview] = {}
-        start = 0
-        for role in unit.roles:
-            stop = min(chunk.stop, unit.role_elems(role))
-            num_bytes = unit.byte_of(role, max(stop, chunk.start)) - unit.byte_of(role, chunk.start)
-            if num_bytes > 0:
+
+    def num_elems(self, role: Role) -> int:
+        """Elements of the chunk that `role` has; frozen tensors are in `param` only."""
+        return max(min(self.chunk.stop, self.unit.role_elems(role)) - self.chunk.start, 0)
+
+    def lie_in(self, lane: memoryview) -> None:
+        """Take the memory of `lane`."""
+        start, first = 0, self.chunk.start
+        for role in self._roles:
+            stop = first + self.num_elems(role)
+            num_bytes = self.unit.byte_of(role, stop) - self.unit.byte_of(role, first)
+            if num_bytes:
                 size = round_up(num_bytes, STORE_ALIGN_BYTES)
                 self.views[role] = lane[start : start + size]
                 start += size
 
     def half(self, role: Role) -> torch.Tensor:
         """The chunk's elements of PARAM or MASTER_LO."""
-        return torch.frombuffer(self.views[role], dtype=DTYPES[role])[: self.chunk.num_elems]
+        return torch.frombuffer(self.views[role], dtype=DTYPES[role])[: self.num_elems(role)]
 
     def state(self, role: Role, start: int, stop: int) -> kernels.State:
         """Elements [start, stop) of the chunk, in their format."""

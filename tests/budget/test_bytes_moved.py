@@ -171,3 +171,36 @@ def test_moments_that_are_zero_are_not_read(folder):
 def test_tensors_kept_on_the_device_are_not_read(folder):
     traffic = two_steps(folder, param_persistence_threshold=10**9, device_memory="64MiB")
     assert not +traffic.read
+
+
+def test_bf16_state_moves_eighteen_bytes_a_parameter_and_two_when_held(folder):
+    traffic = two_steps(folder, state_dtype="bf16")
+    state = dict.fromkeys(STATE, 2)
+    matches(per_param(traffic.write), state)
+    reads = per_param(traffic.read)
+    assert {key: reads[key] for key in STATE if key != "update.param"} == pytest.approx(
+        {key: 2 for key in STATE if key != "update.param"}, rel=0.005
+    )
+    total = sum(per_param(traffic.read + traffic.write).values())
+    assert 19.5 < total <= 20 * PADDING  # held: the weights are read once more
+
+
+def test_int8_state_moves_fourteen_bytes_a_packed_parameter_and_two_when_held(folder):
+    """Vectors and the embedding keep four bytes; the last unit's weights turn around."""
+    shapes = dict(models.build(models.Decoder, **MODEL).named_parameters())
+    plain = sum(p.numel() for name, p in shapes.items() if p.dim() < 2 or "embed" in name)
+    packed = NUM_PARAMS - plain
+    traffic = two_steps(folder, state_dtype="int8", host_memory="96MiB")
+    writes = per_param(traffic.write)
+    moment, scale = (packed + 4 * plain) / NUM_PARAMS, packed / 64 / NUM_PARAMS
+    table = {"update.param": 2, "update.master_lo": 2}
+    table |= {f"update.{name}": moment for name in ("exp_avg", "exp_avg_sq")}
+    table |= {f"update.{name}_scale": scale for name in ("exp_avg", "exp_avg_sq")}
+    assert writes.keys() == table.keys()
+    for key, size in writes.items():
+        pages = 7 * 4096 / NUM_PARAMS if key.endswith("scale") else 0  # of each unit's last
+        assert table[key] <= size <= table[key] * 1.01 + pages, key
+    total = sum(per_param(traffic.read + traffic.write).values())
+    held = 2
+    assert total <= held + (14.2 * packed + 26 * plain) / NUM_PARAMS * 1.01
+    assert traffic.kernel_write == pytest.approx(sum(traffic.write.values()), rel=0.02)
