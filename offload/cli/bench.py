@@ -16,6 +16,7 @@ from offload.cli import io_bench, io_sweep, shell, update_bench
 from offload.cli.shell import text
 
 NAME = "offload-bench"
+MAX_SECONDS = 24 * 3600
 
 
 @click.group(NAME, no_args_is_help=False)
@@ -30,7 +31,8 @@ def command() -> None:
 )
 @click.option(
     "--seconds",
-    type=click.FloatRange(min=0, min_open=True),
+    type=click.FloatRange(min=0, min_open=True, max=MAX_SECONDS),
+    callback=shell.number,
     help="Write for so long after the sweep: does the rate fall when the drive's cache is full?",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the samples as JSON.")

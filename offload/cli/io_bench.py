@@ -71,7 +71,9 @@ def measure_all(folder: Path, target: io_sweep.Target, seconds: float | None) ->
     backends = [name for name, problem in aio.probe(folder).backends.items() if problem is None]
     num_points = len(io_sweep.first_settings(backends)) + len(io_sweep.further_settings(""))
     until = time.perf_counter() + SWEEP_S
-    with tqdm(total=num_points + 4, unit="setting", leave=False, desc="writing the file") as bar:
+    with tqdm(
+        total=num_points + 4, unit="setting", leave=False, desc="writing the file", disable=None
+    ) as bar:  # None: not where there is no terminal
         target.fill()
         bar.update()
 

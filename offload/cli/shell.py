@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import signal
 import sys
@@ -100,6 +101,13 @@ def size(context: click.Context, param: click.Parameter, value: str | None) -> i
         return parse_bytes(value, param.opts[0])
     except ConfigError as error:
         raise click.BadParameter(str(error).partition(": ")[2]) from None
+
+
+def number(context: click.Context, param: click.Parameter, value: float | None) -> float | None:
+    """What a range of click lets through although it lies in none: not a number."""
+    if value is not None and math.isnan(value):
+        raise click.BadParameter(f"expected a number, got {value}.")
+    return value
 
 
 def text(num_bytes: float) -> str:

@@ -266,6 +266,8 @@ def test_nothing_is_left_behind_when_it_fails(
         (["io", "{folder}/none"], "got nothing there"),
         (["io", "{folder}", "--size", "1000TiB"], "of free space"),
         (["io", "{folder}", "--seconds", "0"], "--seconds"),
+        (["io", "{folder}", "--seconds", "nan"], "--seconds"),
+        (["io", "{folder}", "--seconds", "inf"], "--seconds"),
     ],
 )
 def test_a_mistake_is_one_line(
