@@ -12,12 +12,14 @@ from aio import faults
 from aio.buffer import Buffer
 from aio.errors import IOFailed
 from aio.file import File
+from aio.native import MAX_BLOCKS_IN_FLIGHT
 from aio.probe import Probe, probe
 from aio.queue import MAX_DRIVES, Queue, Request
 from aio.stats import Flow, Stats
 from aio.ticket import Ticket
 
 __all__ = [
+    "MAX_BLOCKS_IN_FLIGHT",
     "MAX_DRIVES",
     "Buffer",
     "File",

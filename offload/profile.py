@@ -50,6 +50,9 @@ def load(place: Path) -> Profile:
     """Read the profile at `place`, a file or the folder that holds it; raises ConfigError."""
     file = place / FILE_NAME if place.is_dir() else place
     try:
+        if not file.is_file():  # a pipe would be waited for, a device has no end
+            file.stat()
+            raise _alien(file, "something that is no regular file")
         if file.stat().st_size > MAX_FILE_BYTES:
             raise _alien(file, "a file that is too large for one")
         text = file.read_bytes().decode()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -74,6 +75,23 @@ def test_a_damaged_or_alien_profile_is_one_line(
     assert [record.getMessage() for record in caplog.records] == [
         f"{message} Without it, defaults are used."
     ]
+
+
+def test_what_is_no_regular_file_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / FILE_NAME)
+    with pytest.raises(ConfigError, match="no regular file"):
+        load(tmp_path)
+    with pytest.raises(ConfigError, match="no regular file"):
+        load(Path("/dev/zero"))
+
+
+def test_profiles_that_ask_for_too_much_together_are_refused_in_one_line(tmp_path: Path) -> None:
+    drives = [tmp_path / str(number) for number in range(5)]
+    for drive in drives:
+        lay(drive, replace(PROFILE, read_depth=1024, write_depth=1024))
+    with pytest.raises(ConfigError, match="on each of 5"):
+        OffloadEngine(models.build(models.Decoder), nvme_path=drives)
+    assert [list(drive.iterdir()) for drive in drives] == [[drive / FILE_NAME] for drive in drives]
 
 
 def test_a_profile_that_is_named_and_missing_is_an_error(tmp_path: Path) -> None:

@@ -41,6 +41,14 @@ def plan_drives(config: EngineConfig) -> Drives:
         )  # fmt: skip
     if len(known) < len(profiles):
         _LOG.info("some paths have no profile: bytes are spread evenly. Run offload-bench io.")
+    read_depth = max(profile.read_depth for profile in known)
+    write_depth = max(profile.write_depth for profile in known)
+    if (read_depth + write_depth) * _num_drives(profiles) > aio.MAX_BLOCKS_IN_FLIGHT:
+        raise ConfigError(
+            f"profile: expected at most {aio.MAX_BLOCKS_IN_FLIGHT} blocks in flight on all drives,"
+            f" got {read_depth} reads and {write_depth} writes on each of {_num_drives(profiles)}."
+            " Measure again."
+        )
     backend = config.aio_backend
     fallback = None
     if backend == "auto":
@@ -49,8 +57,8 @@ def plan_drives(config: EngineConfig) -> Drives:
         backend,
         max(profile.block_bytes for profile in known),
         _num_drives(profiles),
-        max(profile.read_depth for profile in known),
-        max(profile.write_depth for profile in known),
+        read_depth,
+        write_depth,
         _rates(profiles),
         "profile of " + ", ".join(f"{profile.path}, {profile.date[:10]}" for profile in known),
         fallback,
