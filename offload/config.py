@@ -32,6 +32,17 @@ DTYPES = {
 }
 
 
+PLACES = ("auto", "host", "disk")
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Where weights and state shall live: "host", "disk", or "auto": in HOST memory what fits."""
+
+    weights: str = "auto"
+    state: str = "auto"
+
+
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     """What the user chose; `None` means: choose well."""
@@ -47,6 +58,7 @@ class EngineConfig:
     device_memory: int | None = None
     chunk_elems: int | None = None
     durability: str = "process"
+    placement: Wanted = Wanted()  # "auto", "host", "disk", or {"weights": ..., "state": ...}
     overlap: str = "auto"  # speculate: update during backward; hold: at step(); auto: as it pays
     device: torch.device | None = None
     param_persistence_threshold: int = 100_000
@@ -95,6 +107,18 @@ def _device(value: Any) -> torch.device:
     return device
 
 
+def _wanted(value: Any) -> Wanted:
+    if isinstance(value, Wanted):
+        return value
+    parts = value if isinstance(value, Mapping) else {"weights": value, "state": value}
+    if not set(parts) <= {"weights", "state"} or not set(parts.values()) <= set(PLACES):
+        raise ConfigError(
+            f"placement: expected one of {', '.join(PLACES)}, or one each for"
+            f" 'weights' and 'state', got {value!r}."
+        )
+    return Wanted(**parts)
+
+
 def _paths(value: Any) -> tuple[Path, ...]:
     if value is None:
         return ()
@@ -120,7 +144,7 @@ def _from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
     """What `offload-train` set for the script that it runs."""
     names = {"OFFLOAD_HOST_MEMORY": "host_memory", "OFFLOAD_DEVICE_MEMORY": "device_memory",
              "OFFLOAD_DURABILITY": "durability", "OFFLOAD_AIO_BACKEND": "aio_backend",
-        "OFFLOAD_OVERLAP": "overlap"}  # fmt: skip
+        "OFFLOAD_OVERLAP": "overlap", "OFFLOAD_PLACEMENT": "placement"}  # fmt: skip
     found: dict[str, Any] = {
         key: environment[name] for name, key in names.items() if environment.get(name)
     }
@@ -162,6 +186,8 @@ def make_config(
             merged[key] = _dtype(merged[key], key)
     if "device" in merged:
         merged["device"] = _device(merged["device"])
+    if "placement" in merged:
+        merged["placement"] = _wanted(merged["placement"])
     if "update_cpus" in merged:
         merged["update_cpus"] = _cpus(merged["update_cpus"])
     for key in ("nvme_path", "profile"):

@@ -10,7 +10,7 @@ import contextlib
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +28,7 @@ from offload.optim.rules import Rule
 from offload.optim.torch_rule import TorchRule
 from offload.partition.chunk import CHUNK_MULTIPLE
 from offload.partition.described import describe_units, tensors_of
-from offload.partition.states import WHOLE_STATE_BYTES, StateTable
+from offload.partition.states import WHOLE_STATE_BYTES, Role, StateTable
 from offload.partition.unit import Unit, round_up
 from offload.runtime.discover import Discovery, discover
 from offload.schedule.placement import (
@@ -39,6 +39,7 @@ from offload.schedule.placement import (
     grad_bytes,
     place,
 )
+from offload.schedule.resident import Candidate, candidates, check_forced
 from offload.store.extents import UnitExtents
 from offload.store.store import Store, exists
 from offload.threads import Processors, ThreadPlan, plan_threads
@@ -109,10 +110,15 @@ def plan(model: nn.Module, config: EngineConfig, rule: Rule) -> Blueprint:
     packings = pack(rule, units)
     # Whole tensors: the largest unit is one chunk, and the budget must hold it.
     whole = max((round_up(unit.num_elems, CHUNK_MULTIPLE) for unit in found.units), default=None)
+    # Beside another owner nothing may be kept: it changes what is read.
+    fixed = packings or config.read_only
+    offered = [] if fixed else offer(found.units, config, exact=exact)
     placement = place(
         found.units, found.persistent, formats, host_memory=host,
         chunk_elems=whole if packings else config.chunk_elems,
+        offered=offered,
     )  # fmt: skip
+    check_forced(offered, placement.resident, config.placement, exact=exact)
     threads = plan_threads(
         Processors.here(), beside_compute=device.type == "cpu" and config.overlap != "hold",
         update_threads=config.update_threads, update_cpus=config.update_cpus,
@@ -121,6 +127,16 @@ def plan(model: nn.Module, config: EngineConfig, rule: Rule) -> Blueprint:
         config, model, device, compute, found, formats, placement, device_memory, threads,
         plan_drives(config), rule, packings, states,
     )  # fmt: skip
+
+
+def offer(units: Sequence[Unit], config: EngineConfig, *, exact: bool) -> list[Candidate]:
+    """What may stay in host memory."""
+
+    def role_bytes(unit: Unit, role: Role) -> int:
+        return UnitExtents.of(unit).role_bytes[role]
+
+    roles = units[0].roles if units else ()
+    return list(candidates(units, roles, role_bytes, exact=exact, wanted=config.placement))
 
 
 def choose_states(rule: Rule, dtype: str) -> StateTable:
@@ -278,6 +294,7 @@ class HostMemory:
     spill: Slots
     persistent: Region
     held: dict[int, Region]  # gradients by unit
+    resident: dict[tuple[int, Role], Region]
 
 
 def divide(blueprint: Blueprint) -> HostMemory:
@@ -290,12 +307,13 @@ def divide(blueprint: Blueprint) -> HostMemory:
         for unit in blueprint.found.units
         if unit.index in p.held
     }
+    resident = {(each.unit, each.role): slab.region(each.num_bytes) for each in p.resident}
     fetch = slab.region(p.fetch_slots * p.fetch_slot_bytes)
     update = slab.region(p.update_slots * p.update_slot_bytes)
     spill = slab.region(p.spill_slots * p.spill_slot_bytes)
     return HostMemory(
         slab, Slots(fetch, p.fetch_slots, p.fetch_slot_bytes), update,
-        Slots(spill, p.spill_slots, p.spill_slot_bytes), persistent, held,
+        Slots(spill, p.spill_slots, p.spill_slot_bytes), persistent, held, resident,
     )  # fmt: skip
 
 

@@ -42,6 +42,7 @@ from offload.runtime.guard import ParameterGuard
 from offload.runtime.hooks import Hooks
 from offload.runtime.persistent import PersistentState
 from offload.runtime.residency import Residency
+from offload.runtime.resident import ResidentBuffers
 from offload.runtime.source import FilePlace, InitialValues
 from offload.runtime.spill import Spiller, SpillFile
 from offload.schedule.placement import SUM_BYTES, grad_bytes
@@ -72,6 +73,7 @@ class Ground:
     device: Device
     ledger: Ledger
     persistent: PersistentState | None
+    resident: ResidentBuffers
     closing: contextlib.ExitStack  # closes everything, in reverse order of construction
 
 
@@ -143,7 +145,7 @@ def _lay_ground(
         persistent = PersistentState(_bind(blueprint, small), state, grad_bytes=SUM_BYTES)
     return Ground(
         blueprint, store, resumed, metrics, queue, memory, device, ledger, persistent,
-        contextlib.ExitStack(),
+        ResidentBuffers(memory.resident, queue, ledger), contextlib.ExitStack(),
     )  # fmt: skip
 
 
@@ -172,8 +174,8 @@ def _build(ground: Ground, captures: Captures) -> Parts:
     reader = Reader(ground.queue, ground.ledger, units, ground.persistent)
     editor = Editor(
         residency, ground.ledger, reader, ground.queue, ground.persistent,
-        chunk_elems=blueprint.placement.chunk_elems, exact=blueprint.exact, capture=captures.state,
-        stop_updates=speculator.discard,
+        resident=ground.resident, chunk_elems=blueprint.placement.chunk_elems,
+        exact=blueprint.exact, capture=captures.state, stop_updates=speculator.discard,
     )  # fmt: skip
     names = {id(parameter): name for name, parameter in blueprint.found.parameters.items()}
     return Parts(
@@ -189,7 +191,7 @@ def _optimization(
     pipeline = blueprint.threads.apart(lambda: _pipeline(ground))
     ground.closing.callback(pipeline.close)
     builder = UpdateBuilder(
-        pipeline, ground.ledger, keeper, ground.persistent,
+        pipeline, ground.ledger, keeper, ground.persistent, resident=ground.resident,
         chunk_elems=placement.chunk_elems, exact=blueprint.exact,
     )  # fmt: skip
     counts = progress_of(blueprint.rule)
@@ -240,6 +242,7 @@ def _load(ground: Ground, places: Mapping[str, FilePlace]) -> None:
             ground.ledger, ground.queue, units, small, slots=ground.memory.fetch,
             chunk_elems=chunk_elems, values=values,
         )  # fmt: skip
+    ground.resident.reload(unit.index for unit in units)
     if small is not None:
         small.bound.hold()
         small.refresh(ground.device, exact=blueprint.exact)
@@ -254,7 +257,7 @@ def _residency(ground: Ground) -> tuple[ParameterGuard, Residency]:
         unit.evict(guard_type)
     trim_heap()
     fetcher = Fetcher(
-        ground.queue, ground.memory.fetch, ground.ledger, ground.device,
+        ground.queue, ground.memory.fetch, ground.ledger, ground.device, resident=ground.resident,
         chunk_elems=blueprint.placement.chunk_elems, exact=blueprint.exact, metrics=ground.metrics,
     )  # fmt: skip
     ground.closing.callback(fetcher.discard)

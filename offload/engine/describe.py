@@ -33,7 +33,8 @@ def describe(parts: Parts) -> str:
         f"host      {_size(placement.total_bytes)}: {placement.fetch_slots} fetch,"
         f" {placement.update_slots} update, {placement.spill_slots} spill slots of"
         f" {placement.chunk_elems:,} elements; gradients of {held} units"
-        f" ({_size(placement.held_bytes)}), {len(placement.spilled)} spilled to disk",
+        f" ({_size(placement.held_bytes)}), {len(placement.spilled)} spilled to disk;"
+        f" {_size(placement.resident_bytes)} of weights and state stay",
         f"device    {blueprint.device}: {_size(blueprint.device_memory)}; largest unit"
         f" {_largest(units)};"
         f" {small.num_tensor_elems if small else 0:,} elements of small tensors stay",

@@ -30,6 +30,7 @@ from offload.partition.unit import STORE_ALIGN_BYTES, Role, Unit, round_up
 from offload.runtime.binding import BoundUnit
 from offload.runtime.persistent import PersistentState
 from offload.runtime.residency import Residency
+from offload.runtime.resident import ResidentBuffers
 
 
 class Editor:
@@ -38,14 +39,15 @@ class Editor:
     def __init__(
         self, residency: Residency, ledger: Ledger, reader: Reader, queue: aio.Queue,
         persistent: PersistentState | None, *,
-        chunk_elems: int, exact: bool, capture: Callable[[], Mapping[str, Any]],
-        stop_updates: Callable[[], None],
+        resident: ResidentBuffers, chunk_elems: int, exact: bool,
+        capture: Callable[[], Mapping[str, Any]], stop_updates: Callable[[], None],
     ) -> None:  # fmt: skip
         self._residency = residency
         self._ledger = ledger
         self._reader = reader
         self._queue = queue
         self._persistent = persistent
+        self._resident = resident
         self._chunk_elems = chunk_elems
         self._exact = exact
         self._capture = capture
@@ -104,6 +106,7 @@ class Editor:
             sides[bound.unit.name] = self._ledger.next_side(bound.unit.index)
             self._rewrite(bound, sides[bound.unit.name])
         commit_rewritten(self._ledger, sides, encode(self._capture()))
+        self._resident.rewritten(bound.unit.index for bound in changed)
 
     def _rewrite(self, bound: BoundUnit, side: int) -> None:
         """Copy all roles of a unit to `side`, with the device's weights where they differ."""

@@ -74,7 +74,7 @@ class Ledger:
         self.sealer = Sealer(store)
         self._pending: Pending | None = None
         self._commit: Future[None] | None = None  # under way, on a thread of its own
-        self.zero_moments = set(units)  # units whose moments were never written
+        self.zero_moments: set[int] = set(units)  # units whose moments were never written
         self.sides = dict.fromkeys(units, 0)
         self.first_checksums: Mapping[str, int] = {}  # of the initial weights
         self._late_moves: bool | None = None  # False: schedulers do not step after every step

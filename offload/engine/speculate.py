@@ -135,6 +135,7 @@ class Speculator:
     def _release_settled(self) -> None:
         for unit in [unit for unit in self._settling if self._keeper.settled(unit)]:
             self._settling.discard(unit)
+            self._builder.resident.bet(unit)
             self._bets[unit].job.release()
 
     def before_take(self, unit: int) -> None:
@@ -162,6 +163,7 @@ class Speculator:
         if rows is not None:
             self.history.add(staked, lost, clipped=clipped)
         self._now = None
+        self._builder.resident.keep(kept)
         return kept
 
     def discard(self) -> None:
@@ -183,3 +185,4 @@ class Speculator:
             _LOG.warning("an update that is not needed any more has failed: %s", error)
         account(job, self._ledger.metrics)
         job.close()
+        self._builder.resident.forget(unit)

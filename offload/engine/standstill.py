@@ -20,8 +20,9 @@ def stop(parts: Parts) -> None:
 
 
 def refresh(parts: Parts) -> None:
-    """Give the device the small tensors of the generation that was committed."""
+    """Give memory what was committed: the small tensors, and what is resident."""
     ground = parts.ground
+    ground.resident.rewritten(unit.index for unit in ground.blueprint.units)
     if ground.persistent is not None:
         read_persistent(ground.ledger, ground.queue, ground.persistent)
         ground.persistent.refresh(ground.device, exact=ground.blueprint.exact)

@@ -21,6 +21,7 @@ from offload.partition.states import MOMENTS, Role
 from offload.partition.unit import Unit
 from offload.runtime.gradients import GradientKeeper, KeptUnit
 from offload.runtime.persistent import PersistentState
+from offload.runtime.resident import ResidentBuffers
 
 DTYPE_NAMES = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
 
@@ -46,12 +47,14 @@ class UpdateBuilder:
 
     def __init__(
         self, pipeline: Pipeline, ledger: Ledger, keeper: GradientKeeper,
-        persistent: PersistentState | None, *, chunk_elems: int, exact: bool,
+        persistent: PersistentState | None, *, resident: ResidentBuffers, chunk_elems: int,
+        exact: bool,
     ) -> None:  # fmt: skip
         self._pipeline = pipeline
         self._ledger = ledger
         self._keeper = keeper
         self._persistent = persistent
+        self.resident = resident
         self._chunk_elems = chunk_elems
         self._exact = exact  # both halves of the weights are fetched
         self._templates: dict[tuple[int, int, bool, torch.dtype], UnitTemplate] = {}
@@ -66,13 +69,16 @@ class UpdateBuilder:
         read (one unit only).
         """
         self._ledger.store.begin([unit.name for unit in units])
+        for role, num_bytes in self.resident.reload(unit.index for unit in units).items():
+            self._ledger.metrics.read_bytes[f"update.{role.value}"] += num_bytes
         parts, files = [], []
         for number, unit in enumerate(units):
             template = self._template(unit)
             # Fetches of the coming step, which compute waits for, go before its updates.
             deadline = self._ledger.next_deadline() + 3 + urgency(unit)
             part = template.fill(unit_index=number, deadline=deadline, rows=rows.row_of)
-            _lend(part[0], weights, self._chunk_elems, exact=self._exact)
+            if self.resident.region(unit.index, Role.PARAM) is None:
+                _lend(part[0], weights, self._chunk_elems, exact=self._exact)
             parts.append(part)
             files.append(template.files)
         return self._pipeline.submit(
@@ -100,6 +106,9 @@ class UpdateBuilder:
         to = (write.file, write.offset)
         if self._persistent is not None and unit is self._persistent.unit:
             return StreamPlace(host_address=self._persistent.region(role).address, write=to)
+        here = self.resident.region(unit.index, role)
+        if here is not None:
+            return StreamPlace(host_address=here.address, write=to)
         if zero and role in MOMENTS:
             return StreamPlace(write=to)
         return StreamPlace(read=(read.file, read.offset), write=to)

@@ -28,6 +28,9 @@ from offload.partition.unit import STORE_ALIGN_BYTES, Role, Unit, round_up
 from offload.runtime.binding import BoundUnit
 from offload.runtime.device import Device
 from offload.runtime.loans import RESERVE, Loans
+from offload.runtime.resident import ResidentBuffers
+
+_DTYPES = {Role.PARAM: torch.bfloat16, Role.MASTER_LO: torch.int16}
 
 
 class Place(Protocol):
@@ -48,6 +51,10 @@ class Source(Protocol):
 
     def place(self, unit: int, role: Role) -> Place:
         """The current extent; waits for the unit's update."""
+        ...
+
+    def wait(self, unit: int) -> None:
+        """Wait for the unit's update."""
         ...
 
     def deadline(self) -> int:
@@ -77,12 +84,13 @@ class Fetcher:
 
     def __init__(
         self, queue: aio.Queue, slots: Slots, source: Source, device: Device, *,
-        chunk_elems: int, exact: bool, metrics: Metrics,
+        resident: ResidentBuffers, chunk_elems: int, exact: bool, metrics: Metrics,
     ) -> None:  # fmt: skip
         self._queue = queue
         self._slots = slots
         self._source = source
         self._device = device
+        self._resident = resident
         self._chunk_elems = chunk_elems
         self._exact = exact
         self._metrics = metrics
@@ -92,6 +100,8 @@ class Fetcher:
 
     def prefetch(self, unit: Unit) -> None:
         """Submit what fits beside the reserve; does nothing while the unit is being updated."""
+        if self._resident.weights(unit.index, self._roles()) is not None:
+            return
         if unit.index in self._fetches or self._source.ready(unit.index):
             fetch = self._fetches.setdefault(unit.index, _Fetch(unit, self._chunk_elems))
             self._pump(fetch, keep=RESERVE, delay=1)
@@ -99,6 +109,13 @@ class Fetcher:
     def fill(self, bound: BoundUnit) -> None:
         """Bring a unit's weights into its allocated device storage; waits for the disk."""
         unit = bound.unit
+        here = self._resident.weights(unit.index, self._roles())
+        if here is not None:
+            self._source.wait(unit.index)
+            halves = [region.tensor(_DTYPES[role], unit.num_elems)
+                      for role, region in zip(self._roles(), here, strict=True)]  # fmt: skip
+            self._device.fill(bound.flat, halves[0], halves[1] if self._exact else None)
+            return
         fetch = self._fetches.pop(unit.index, None)
         self._metrics.fetches[unit.name] += 1
         self._metrics.hits += fetch is not None

@@ -1,8 +1,8 @@
 """Divide the two budgets: what is held where, how large a chunk is, how many slots each stream
 gets.
 
-    host budget  = persistent state + fetch, update and spill slots + held gradients
-                   (small tensors)    (weights in, the chain, gradients out)
+    host budget  = persistent state + fetch, update and spill slots + held gradients + resident
+                   (small tensors)    (weights in, the chain, gradients out)         (resident.py)
     device budget >= largest unit's weights and gradients + persistent tensors and gradients + one
     prefetch
 
@@ -15,11 +15,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from offload.errors import BudgetError
 from offload.partition.states import FP32_MOMENTS, HALVES, StateTable
 from offload.partition.unit import STORE_ALIGN_BYTES, Unit, round_up
+from offload.schedule.resident import Candidate, choose
 
 MAX_CHUNK_ELEMS = 1 << 20  # 4 Mi gained nothing and moved in lumps (FACTS)
 SUM_BYTES = 4  # of a gradient in a slot: any may become an fp32 sum
@@ -52,6 +53,11 @@ class Placement:
     held: frozenset[int]  # units whose gradients stay in host memory
     spilled: frozenset[int]
     held_bytes: int
+    resident: tuple[Candidate, ...] = ()  # buffers that stay
+
+    @property
+    def resident_bytes(self) -> int:
+        return sum(each.num_bytes for each in self.resident)
 
     @property
     def slot_bytes(self) -> int:
@@ -63,7 +69,7 @@ class Placement:
 
     @property
     def total_bytes(self) -> int:
-        return self.persistent_bytes + self.slot_bytes + self.held_bytes
+        return self.persistent_bytes + self.slot_bytes + self.held_bytes + self.resident_bytes
 
 
 def grad_bytes(unit: Unit, formats: Formats) -> int:
@@ -83,12 +89,13 @@ def persistent_host_bytes(persistent: Unit | None) -> int:
 
 def place(
     units: Sequence[Unit], persistent: Unit | None, formats: Formats, *,
-    host_memory: int | None, chunk_elems: int | None = None,
+    host_memory: int | None, chunk_elems: int | None = None, offered: Sequence[Candidate] = (),
 ) -> Placement:  # fmt: skip
-    """Divide `host_memory` bytes (None: as much as is useful); raises BudgetError with the least
+    """Divide `host_memory` bytes (None: as much as moving needs); raises BudgetError with the least
     that works.
 
     `units` are in forward order, `persistent` left out.  `chunk_elems` fixes the chunk.
+    `offered`: what may stay in host memory, most useful first.
     """
     multiple = formats.states.chunk_multiple
     ceiling = round_up(max((unit.num_elems for unit in units), default=1), multiple)
@@ -106,7 +113,9 @@ def place(
             budget = host_memory if host_memory is not None else need / share
             if need <= budget and slots.slot_bytes <= share * budget:
                 room = budget - fixed - slots.slot_bytes
-                return _with_gradients(slots, units, formats, fixed=fixed, room=int(room))
+                held = _with_gradients(slots, units, formats, fixed=fixed, room=int(room))
+                left = int(room) - held.held_bytes
+                return replace(held, resident=tuple(choose(offered, left)))
     least = fixed + _slots(choices[-1], ceiling, formats, preferred=False, spill=True).slot_bytes
     raise BudgetError(_host_message(host_memory or 0, least, fixed, choices[-1]))
 

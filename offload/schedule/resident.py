@@ -14,19 +14,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
+from offload.config import Wanted
+from offload.errors import BudgetError
 from offload.partition.unit import STORE_ALIGN_BYTES, Role, Unit, round_up
-
-Where = Literal["auto", "host", "disk"]
-
-
-@dataclass(frozen=True)
-class Wanted:
-    """Where weights and state shall live: "host", "disk", or "auto" for what fits."""
-
-    weights: Where = "auto"
-    state: Where = "auto"
 
 
 @dataclass(frozen=True)
@@ -75,6 +66,23 @@ def choose(offered: Iterable[Candidate], room: int) -> list[Candidate]:
             chosen.append(candidate)
             room -= candidate.num_bytes
     return chosen
+
+
+def check_forced(
+    offered: Sequence[Candidate], chosen: Sequence[Candidate], wanted: Wanted, *, exact: bool
+) -> None:  # fmt: skip
+    """Raise BudgetError where something shall be in host memory and does not fit."""
+    weights = {Role.PARAM, Role.MASTER_LO} if exact else {Role.PARAM}
+    for what, where in (("weights", wanted.weights), ("state", wanted.state)):
+        of_kind = [each for each in offered if (each.role in weights) == (what == "weights")]
+        total = sum(each.num_bytes for each in of_kind)
+        missing = total - sum(each.num_bytes for each in set(of_kind) & set(chosen))
+        if where == "host" and missing:
+            raise BudgetError(
+                f"placement: expected all {what} in host memory, {total:,} bytes,"
+                f" got room for all but {missing:,}. Raise host_memory by as much, or use"
+                f' "auto" for what fits.'
+            )
 
 
 def spread_order(count: int) -> list[int]:

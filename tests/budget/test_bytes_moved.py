@@ -63,6 +63,7 @@ def run(folder: Path, num_steps: int, **settings) -> Traffic:
         "dtype": "bfloat16",
         "compute_dtype": "float32",
         "host_memory": "128MiB",
+        "placement": "disk",
         "device_memory": "16MiB",
         "param_persistence_threshold": 0,
         "overlap": "hold",

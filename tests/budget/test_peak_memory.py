@@ -18,6 +18,7 @@ SETTINGS = {
     "num_steps": 2,
     "engine": {
         "host_memory": HOST,
+        "placement": "disk",  # what stays would differ between small and large models
         "device_memory": DEVICE,
         "param_persistence_threshold": 0,
         "dtype": "bfloat16",

@@ -36,6 +36,7 @@ def open_engine(folder: Path, **settings: Any) -> OffloadEngine:
         "nvme_path": folder, "name": "faulty", "dtype": "bfloat16", "compute_dtype": "float32",
         "param_persistence_threshold": 0, "chunk_elems": 8192, "lr": 1e-2,
         "host_memory": "380KiB", "device": "cpu", "resume": "auto", "update_threads": 1,
+        "placement": "disk",
     }  # fmt: skip
     return OffloadEngine(model, **defaults | settings)
 

@@ -77,6 +77,7 @@ class Case:
             "host_memory": "16MiB",
             "device_memory": "8MiB",
             "chunk_elems": 4096,
+            "placement": "disk",  # everything moves
             "param_persistence_threshold": 0,
             "device": "cpu",
         }

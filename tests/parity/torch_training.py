@@ -143,6 +143,7 @@ def engine(
         "param_persistence_threshold": 0,
         "chunk_elems": 4096,
         "host_memory": "8MiB",
+        "placement": "disk",
         "device": "cpu",
         **settings,
     }

@@ -7,8 +7,16 @@ import random
 
 import pytest
 
+from offload.config import Wanted
+from offload.errors import BudgetError
 from offload.partition.unit import ELEM_BYTES, STATE_ROLES, Role, TensorSpec, Unit, lay_out
-from offload.schedule.resident import Candidate, Wanted, candidates, choose, spread_order
+from offload.schedule.resident import (
+    Candidate,
+    candidates,
+    check_forced,
+    choose,
+    spread_order,
+)
 
 
 def make_units(sizes: list[int]) -> list[Unit]:
@@ -65,6 +73,15 @@ def test_whole_fp32_weights_are_both_halves() -> None:
 def test_what_shall_be_on_disk_is_not_offered() -> None:
     assert not offer([4096], wanted=Wanted("disk", "disk"))
     assert {each.role for each in offer([4096], wanted=Wanted("host", "disk"))} == {Role.PARAM}
+
+
+def test_what_shall_be_in_memory_and_does_not_fit_is_refused() -> None:
+    offered = offer([4096] * 2)
+    check_forced(offered, choose(offered, 16384), Wanted("host", "auto"), exact=False)
+    with pytest.raises(
+        BudgetError, match=r"all state .* 81,920 bytes, got room for all but 81,920"
+    ):
+        check_forced(offered, choose(offered, 16384), Wanted("auto", "host"), exact=False)
 
 
 def test_frozen_units_offer_only_weights() -> None:

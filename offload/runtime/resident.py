@@ -1,0 +1,118 @@
+"""Flat buffers that stay in host memory, and whether they hold the current generation.
+
+    load / reload ------> CURRENT --bet(u): its update runs on them--> AHEAD
+                             ^                                           | kept at step()
+                             '-------------------------------------------'
+                                     forget(u): dropped, or rewritten on disk --> STALE
+
+A buffer is read and updated in place; what the update makes is still written to the other side, so
+the committed generation is always on disk, and going back means reading it.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable, Mapping
+from typing import Protocol
+
+import torch
+
+import aio
+from offload.memory.slab import Region
+from offload.partition.unit import Role
+
+
+class Extent(Protocol):
+    """Where a buffer lies in the store."""
+
+    @property
+    def file(self) -> aio.File: ...
+    @property
+    def offset(self) -> int: ...
+    @property
+    def num_bytes(self) -> int: ...
+
+
+class Source(Protocol):
+    """Where the current generation is."""
+
+    def place(self, unit: int, role: Role) -> Extent: ...
+
+    @property
+    def zero_moments(self) -> set[int]:
+        """Units whose moments were never written."""
+        ...
+
+
+class Holding(enum.Enum):
+    """What a unit's resident buffers hold."""
+
+    CURRENT = "the generation that readers see; with a step under way, once its update has ended"
+    AHEAD = "an update whose step is not decided"
+    STALE = "nothing of use: read them again"
+
+
+class ResidentBuffers:
+    """Owns the regions of resident buffers.  Called from hooks and step(), one at a time."""
+
+    def __init__(
+        self, regions: Mapping[tuple[int, Role], Region], queue: aio.Queue, source: Source
+    ) -> None:
+        self._regions = regions
+        self._queue = queue
+        self._source = source
+        units = {unit for unit, _ in regions}
+        self._holding = dict.fromkeys(units, Holding.STALE)
+
+    def weights(self, unit: int, roles: Iterable[Role]) -> list[Region] | None:
+        """The current weights of a unit, if all of `roles` are here; waits for nothing."""
+        if self._holding.get(unit) is not Holding.CURRENT:
+            return None
+        found = [self._regions.get((unit, role)) for role in roles]
+        return [region for region in found if region is not None] if all(found) else None
+
+    def region(self, unit: int, role: Role) -> Region | None:
+        """Where an update of the unit works on `role`; call `reload` first."""
+        return self._regions.get((unit, role))
+
+    def reload(self, units: Iterable[int], *, deadline: int = 0) -> dict[Role, int]:
+        """Read what is stale of `units`, and wait; bytes by role."""
+        stale = {unit for unit in units if self._holding.get(unit) is Holding.STALE}
+        moved: dict[Role, int] = {}
+        tickets = []
+        for (unit, role), region in self._regions.items():
+            if unit not in stale:
+                continue
+            if unit in self._source.zero_moments and role not in (Role.PARAM, Role.MASTER_LO):
+                region.tensor(torch.uint8, region.num_bytes).zero_()
+                continue
+            extent = self._source.place(unit, role)
+            memory = region.part(0, extent.num_bytes).view
+            tickets.append(self._queue.read(extent.file, memory, extent.offset, deadline=deadline))
+            moved[role] = moved.get(role, 0) + extent.num_bytes
+        for ticket in tickets:
+            ticket.wait()
+        self._holding.update(dict.fromkeys(stale, Holding.CURRENT))
+        return moved
+
+    def bet(self, unit: int) -> None:
+        """From now on an undecided update changes the unit's buffers."""
+        if unit in self._holding:
+            self._holding[unit] = Holding.AHEAD
+
+    def keep(self, units: Iterable[int]) -> None:
+        """The updates of `units` are those of the step: their buffers hold its generation."""
+        for unit in units:
+            if self._holding.get(unit) is Holding.AHEAD:
+                self._holding[unit] = Holding.CURRENT
+
+    def forget(self, unit: int) -> None:
+        """What the unit's buffers hold is not what readers see, if an update has touched them."""
+        if self._holding.get(unit) is Holding.AHEAD:
+            self._holding[unit] = Holding.STALE
+
+    def rewritten(self, units: Iterable[int]) -> None:
+        """The store holds something else of `units` now."""
+        for unit in units:
+            if unit in self._holding:
+                self._holding[unit] = Holding.STALE
