@@ -102,12 +102,12 @@ def measure(library: Any, num_elems: int, rounds: int, num_threads: int) -> Tabl
 def report(table: Table) -> str:
     """Rates of every job, and its share of the limit of the same round."""
     head = f"{'GB/s':>8}{'Melem/s':>9}{'slowest':>9}{'fastest':>9}{'of limit':>10}"
-    lines = [f"{f'{table.threads} threads':<26}{head}"]
+    lines = [f"{f'{table.threads} threads':<36}{head}"]
     for row in table.rows:
         rates = [row[f"{which}elems_per_s"] / 1e6 for which in ("", "slowest_", "fastest_")]
         share = "-" if row["of_limit"] is None else f"{row['of_limit']:.0%}"
         lines.append(
-            f"{row['job']:<26}{row['bytes_per_s'] / 1e9:8.1f}"
+            f"{row['job']:<36}{row['bytes_per_s'] / 1e9:8.1f}"
             f"{rates[0]:9.0f}{rates[1]:9.0f}{rates[2]:9.0f}{share:>10}"
         )
     return "\n".join(lines)

@@ -48,6 +48,11 @@ class Streams:
         self.grad16 = self._stream(torch.bfloat16)
         self.weight16 = self._stream(torch.bfloat16)
         self.low = self._stream(torch.int16)
+        self.states = {
+            "bf16": [self._stream(torch.bfloat16) for _ in range(2)],
+            "int8": [self._stream(torch.int8), self._stream(torch.uint8)],
+        }
+        self.scales = [torch.empty(-(-num_elems // 256)) for _ in range(2)]  # of int8
 
     def _stream(self, dtype: torch.dtype) -> Tensor:
         offset = self._stagger * len(self._maps)
@@ -70,3 +75,8 @@ class Streams:
         self.low.zero_()
         self.exp_avg.fill_(1e-3)
         self.exp_avg_sq.fill_(1e-4)
+        self.states["bf16"][0].fill_(1e-3)
+        self.states["bf16"][1].fill_(1e-4)
+        for state, by, size in zip(self.states["int8"], self.scales, (1e-3, 1e-4), strict=True):
+            state.fill_(64)  # stands for 1022 times the scale: see csrc/simd/template_states.h
+            by.fill_(size / 1022)

@@ -25,7 +25,8 @@ from offload.optim.choice import choose
 from offload.optim.rules import KernelRule
 
 LIMIT_PIECES = 32
-SPLIT_BYTES, F32_BYTES = 26, 28  # per element: read and written, by update_limit.c's account
+# Per element: read and written, by update_limit.c's account; of int8, 1/8 for scales.
+BYTES = {"mixed": 26.0, "fp32": 28.0, "mixed, bf16 state": 18.0, "mixed, int8 state": 14.125}
 OPTIMIZERS: dict[str, dict[str, Any]] = {  # beside Adam: settings by what a row is called
     "sgd": {},
     "sgd momentum": {"momentum": 0.9},
@@ -62,7 +63,15 @@ def limit_job(function: Any, streams: list[torch.Tensor], pool: ThreadPoolExecut
 def limit_jobs(library: ctypes.CDLL, at: Streams, pool: ThreadPoolExecutor) -> dict[str, Job]:
     split = [at.weight16, at.low, at.exp_avg, at.exp_avg_sq, at.grad16]
     whole = [at.weight, at.exp_avg, at.exp_avg_sq, at.grad]
-    return {
+    reduced = {
+        f"limit, mixed, {name} state{suffix}": limit_job(
+            getattr(library, f"limit_{name}{symbol}"),
+            [at.weight16, at.low, *at.states[name], at.grad16], pool,
+        )
+        for name in at.states
+        for suffix, symbol in (("", ""), (", ahead", "_ahead"))
+    }  # fmt: skip
+    return reduced | {
         "limit, mixed": limit_job(library.limit_split, split, pool),
         "limit, mixed, ahead": limit_job(library.limit_split_ahead, split, pool),
         "limit, fp32": limit_job(library.limit_f32, whole, pool),
@@ -90,7 +99,27 @@ def our_jobs(
 
         return run
 
+    def reduced(name: str, dtype: str) -> Job:
+        scales = at.scales if dtype == "int8" else [None, None]
+        states = [
+            kernels.State(state, data, scale)
+            for state, data, scale in zip(
+                ("exp_avg", "exp_avg_sq"), at.states[dtype], scales, strict=True
+            )
+        ]
+
+        def run() -> None:
+            kernels.select(name)
+            master = kernels.Split(at.weight16, at.low)
+            kernels.update(master, states, at.grad16, row=row, threads=threads)
+
+        return run
+
     mixed = {f"offload {name}, mixed": job(name, True) for name in variants}
+    for dtype in at.states:
+        mixed |= {
+            f"offload {name}, mixed, {dtype} state": reduced(name, dtype) for name in variants
+        }
     return mixed | {f"offload {name}, fp32": job(name, False) for name in variants}
 
 
@@ -113,12 +142,12 @@ def optimizer_jobs(at: Streams, threads: kernels.Threads, variant: str) -> dict[
     return {f"{name} {variant}, mixed": job(name) for name in OPTIMIZERS}
 
 
-def num_bytes_of(name: str) -> int:
+def num_bytes_of(name: str) -> float:
     """Bytes per element that a job reads and writes."""
     found = [known for known in OPTIMIZERS if name.startswith(f"{known} ")]
     if not found:
-        return SPLIT_BYTES if is_mixed(name) else F32_BYTES
-    return SPLIT_BYTES - 16 + (8 if found[-1] != "sgd" else 0)  # a state is 8 bytes
+        return BYTES[kind_of(name)]
+    return BYTES["mixed"] - 16 + (8 if found[-1] != "sgd" else 0)  # a state is 8 bytes
 
 
 def timed(job: Job, at: Streams) -> Timing:
@@ -129,8 +158,9 @@ def timed(job: Job, at: Streams) -> Timing:
     return Timing.of(job)
 
 
-def is_mixed(name: str) -> bool:
-    return "mixed" in name
+def kind_of(name: str) -> str:
+    """What a job moves: a key of BYTES."""
+    return name.split(", ", 1)[1].removesuffix(", ahead")
 
 
 def ratio(found: Rounds, slower: str, faster: str, field: str = "seconds") -> float:
@@ -144,9 +174,9 @@ def of_limit(found: Rounds, name: str, field: str) -> float:
 
     Of a job with fewer streams than the limit: at the limit's bytes per second.
     """
-    plain = "limit, mixed" if is_mixed(name) else "limit, fp32"
+    plain = f"limit, {kind_of(name)}"
     limits = zip(found[plain], found[plain + ", ahead"], strict=True)
-    share = num_bytes_of(name) / (SPLIT_BYTES if is_mixed(name) else F32_BYTES)
+    share = num_bytes_of(name) / BYTES[kind_of(name)]
     best = [share * min(getattr(a, field), getattr(b, field)) for a, b in limits]
     mine = [getattr(timing, field) for timing in found[name]]
     return float(median(b / m for b, m in zip(best, mine, strict=True)))

@@ -31,7 +31,8 @@ def test_every_variant_and_thread_count_is_timed_beside_the_limit(
     assert [table["threads"] for table in record["tables"]] == [1, 2]
     for table in record["tables"]:
         rows = {row["job"]: row for row in table["rows"]}
-        for kind, num_bytes in (("mixed", 26), ("fp32", 28)):
+        kinds = {"mixed": 26, "fp32": 28, "mixed, bf16 state": 18, "mixed, int8 state": 14.125}
+        for kind, num_bytes in kinds.items():
             names = [f"limit, {kind}", *(f"offload {v}, {kind}" for v in kernels.supported())]
             for name in names:
                 row = rows[name]
@@ -65,7 +66,7 @@ def test_without_a_compiler_rates_are_shown_and_the_lack_is_told(
     assert update_bench.NO_LIMIT in said.err
     assert "limit," not in said.out
     rows = [line for line in said.out.splitlines() if line.startswith("offload ")]
-    assert len(rows) == 2 * len(kernels.supported())
+    assert len(rows) == 4 * len(kernels.supported())
     assert all(line.endswith(" -") for line in rows)
 
 
