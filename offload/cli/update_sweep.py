@@ -130,7 +130,9 @@ def optimizer_jobs(at: Streams, threads: kernels.Threads, variant: str) -> dict[
         choice = choose(name.split()[0], None, OPTIMIZERS[name])
         rule = cast(KernelRule, choice.rule)
         row = rule.row(choice.defaults, step=6, grad_scale=1.0)
-        states = [kernels.State(state, at.exp_avg_sq) for state in rule.states]
+        # Adam, which runs on the same memory, must find no negative square.
+        data = at.exp_avg_sq if name == "adagrad" else at.exp_avg
+        states = [kernels.State(state, data) for state in rule.states]
 
         def run() -> None:
             kernels.select(variant)

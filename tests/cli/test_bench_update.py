@@ -11,7 +11,7 @@ import pytest
 
 from offload import kernels
 from offload.cli import bench, io_plot, shell, update_bench, update_sweep
-from offload.cli.update_memory import Timing
+from offload.cli.update_memory import Streams, Timing
 
 needs_cc = pytest.mark.skipif(not shutil.which("cc"), reason="needs a C compiler")
 
@@ -44,6 +44,20 @@ def test_every_variant_and_thread_count_is_timed_beside_the_limit(
             assert row["bytes_per_s"] == pytest.approx(num_bytes * row["elems_per_s"])
             assert row["of_limit"] > 0
     assert kernels.variant() == before
+
+
+def test_no_job_leaves_memory_on_which_another_computes_nan() -> None:
+    at = Streams(4096, 0)
+    at.reset()
+    with kernels.Threads(1) as threads:
+        jobs = update_sweep.optimizer_jobs(at, threads, kernels.supported()[0])
+        for job in [*jobs.values()] * 3:
+            job()
+        assert at.exp_avg_sq.min() >= 0
+        for job in update_sweep.our_jobs(at, threads, kernels.supported()[:1]).values():
+            job()
+    assert at.weight16.isfinite().all()
+    assert at.weight.isfinite().all()
 
 
 def test_a_share_of_the_limit_is_taken_within_its_round() -> None:
