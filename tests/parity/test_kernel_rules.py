@@ -96,3 +96,36 @@ def test_torch_makes_the_same_of_the_gradients_that_were_kept(case, tmp_path):
             theirs = memory.masters[key].detach()
             bound = twin.NUM_STEPS * 4 * 2.0**-23 * theirs.abs().clamp(min=base["lr"])
             assert torch.all((ours - theirs).abs() <= bound), key
+
+
+@pytest.mark.parametrize(
+    ("case", "roles"), [("sgd", ()), ("momentum", ("exp_avg",)), ("lion", ("exp_avg",))]
+)
+def test_roles_that_an_optimizer_lacks_are_neither_reserved_nor_moved(case, roles, tmp_path):
+    name, (base, spare) = NAMES.get(case, case), CASES[case]
+    with twin.engine(tmp_path, name, base, spare) as engine:
+        twin.train(engine, 0, 3)
+        for counted in (engine.metrics.read_bytes, engine.metrics.write_bytes):
+            moved = {key for key, num_bytes in counted.items() if num_bytes}
+            assert {f"update.{role}" for role in roles} == {
+                key for key in moved if key.startswith("update.exp_avg")
+            }
+        elems = sum(param.numel() for param in engine.module.parameters())
+        reserved = sum(file.stat().st_blocks * 512 for file in tmp_path.rglob("*.[AB]"))
+        assert 2 * (4 + 4 * len(roles)) * elems < reserved
+        assert reserved < 2 * (4 + 4 * len(roles)) * elems + 2 * 4 * elems
+
+
+@pytest.mark.parametrize("case", ["lion", "adagrad", "momentum"])
+@pytest.mark.parametrize("state_dtype", ["bf16", "int8"])
+def test_other_formats_of_state_train_too(case, state_dtype, tmp_path):
+    """Close to fp32 state; that the bits are those of the kernels is the formats' own test."""
+    name, (base, spare) = NAMES.get(case, case), CASES[case]
+    settings = {"state_dtype": state_dtype, "chunk_elems": None, "host_memory": "64MiB"}
+    with twin.engine(tmp_path / "plain", name, base, spare) as engine:
+        norms = twin.train(engine, 0, twin.NUM_STEPS)
+    with twin.engine(tmp_path / "small", name, base, spare, **settings) as engine:
+        found = twin.train(engine, 0, twin.NUM_STEPS)
+        twin.assert_moved(twin.masters(engine))
+    assert found == pytest.approx(norms, rel=0.2)
+    assert found != norms
