@@ -61,6 +61,16 @@ def test_training_equals_memory(case: Case, changed: dict[str, Any], tmp_path: P
     assert_same(trained, train_in_memory(case))
 
 
+@pytest.mark.parametrize("host_memory", ["64MiB", "96MiB"])
+def test_state_that_stays_in_memory_equals_memory(
+    case: Case, host_memory: str, tmp_path: Path
+) -> None:
+    settings = SETTINGS | {"host_memory": host_memory, "placement": "auto"}
+    with case.engine(tmp_path, overlap="speculate", **settings) as engine:
+        assert engine._parts.ground.blueprint.placement.resident
+        assert_same(train_offloaded(engine, case), train_in_memory(case))
+
+
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_every_variant_gives_the_same_bits(case: Case, variant: str, tmp_path: Path) -> None:
     if variant not in kernels.supported():
