@@ -5,6 +5,8 @@ import torch
 import torch_training as twin
 from torch import optim
 
+from offload import OffloadEngine
+
 ELEMENTWISE = {
     "RAdam": (optim.RAdam, {"lr": 1e-2, "weight_decay": 0.1}, {"betas": (0.8, 0.9)}),
     "NAdam": (optim.NAdam, {"lr": 1e-2}, {"momentum_decay": 0.01}),
@@ -39,3 +41,20 @@ def test_chunks_and_small_tensors_do_not_change_the_bits(chunk_elems, threshold,
     with twin.engine(tmp_path, cls, base, spare, **settings) as engine:
         twin.assert_same_training(engine, memory)
         twin.assert_moved(twin.masters(engine))
+
+
+@pytest.mark.filterwarnings("ignore:Detected call")  # the instance itself never steps
+def test_an_instance_is_taken_with_its_groups_and_its_scheduler(tmp_path):
+    model = twin.build()
+    groups = twin.groups_of(model, {"lr": 0.1}, {"lr": 0.01})
+    instance = optim.SGD(groups, momentum=0.9)
+    scheduler = optim.lr_scheduler.StepLR(instance, 1, gamma=0.5)
+    with OffloadEngine(
+        model, nvme_path=tmp_path, optimizer=instance, device="cpu", compute_dtype=torch.float32
+    ) as engine:
+        for step in range(3):
+            engine.backward(engine(*twin.batch(step)))
+            engine.step()
+            scheduler.step()
+        assert [group["lr"] for group in engine.optimizer.param_groups] == [0.0125, 0.00125]
+        assert engine.full_optimizer_state("spare.weight", "momentum_buffer").any()
