@@ -144,7 +144,8 @@ def _from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
     """What `offload-train` set for the script that it runs."""
     names = {"OFFLOAD_HOST_MEMORY": "host_memory", "OFFLOAD_DEVICE_MEMORY": "device_memory",
              "OFFLOAD_DURABILITY": "durability", "OFFLOAD_AIO_BACKEND": "aio_backend",
-        "OFFLOAD_OVERLAP": "overlap", "OFFLOAD_PLACEMENT": "placement"}  # fmt: skip
+        "OFFLOAD_OVERLAP": "overlap", "OFFLOAD_PLACEMENT": "placement",
+             "OFFLOAD_STATE_DTYPE": "state_dtype"}  # fmt: skip
     found: dict[str, Any] = {
         key: environment[name] for name, key in names.items() if environment.get(name)
     }

@@ -18,6 +18,7 @@ from pathlib import Path
 import click
 
 from offload.cli import shell
+from offload.config import PLACES, STATE_DTYPES
 from offload.errors import BudgetError, ConfigError, StoreError
 
 NAME = "offload-train"
@@ -59,6 +60,16 @@ class Job:
     help="What a finished step survives: the process's end, or a power loss too.",
 )
 @click.option(
+    "--state-dtype",
+    type=click.Choice(STATE_DTYPES),
+    help="How the optimizer's state is kept; weights are exact in each.",
+)
+@click.option(
+    "--placement",
+    type=click.Choice(PLACES),
+    help="Where weights and state live; auto: in host memory what fits beside the rest.",
+)
+@click.option(
     "--profile",
     "profiles",
     type=click.Path(path_type=Path),
@@ -94,6 +105,8 @@ def command(
         "start": "OFFLOAD_RESUME",
         "durability": "OFFLOAD_DURABILITY",
         "aio_backend": "OFFLOAD_AIO_BACKEND",
+        "state_dtype": "OFFLOAD_STATE_DTYPE",
+        "placement": "OFFLOAD_PLACEMENT",
     }
     environment = {names[key]: str(value) for key, value in settings.items() if value is not None}
     environment["OFFLOAD_NVME"] = os.pathsep.join(str(folder.resolve()) for folder in folders)
