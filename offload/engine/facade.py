@@ -24,24 +24,20 @@ from offload.checkpoint.save import Saving
 from offload.config import make_config, parse_bytes
 from offload.engine.assembly import plan
 from offload.engine.checkpoints import Checkpoints
-from offload.engine.connect import Captures, Parts, connect, module_buffers, take_over
+from offload.engine.connect import Captures, Parts, connect, take_over
 from offload.engine.describe import describe
 from offload.engine.exporting import exportable
 from offload.engine.generation import (
     Stateful,
     Tracked,
-    capture_groups,
     capture_late,
-    capture_rng,
-    check_groups,
-    decode,
     encode,
     restore_groups,
-    restore_rng,
 )
 from offload.engine.importing import import_zero
 from offload.engine.reader import current
 from offload.engine.rewriting import commit_first
+from offload.engine.run_state import adopt_zero, capture_state, check_state, restore, resume
 from offload.engine.states import check_adam, optimizer_state
 from offload.engine.step import Groups
 from offload.errors import ConfigError, OffloadError, StateError
@@ -92,7 +88,7 @@ class OffloadEngine:
         self._parts = connect(
             blueprint,
             Captures(
-                lambda: _state(_alive(me)),
+                lambda: capture_state(_alive(me)),
                 lambda: capture_late(tracked, own.param_groups),
                 Groups(lambda: _alive(me).optimizer.param_groups, lambda group: _names(me, group)),
             ),
@@ -103,9 +99,9 @@ class OffloadEngine:
         take_over(model, self._parts)
         self._parts.hooks.last_micro_step = config.gradient_accumulation_steps == 1
         if self.resumed:
-            _resume(self)
+            resume(self)
         else:
-            commit_first(self._parts.ground.ledger, encode(_state(self)))
+            commit_first(self._parts.ground.ledger, encode(capture_state(self)))
         if lr_scheduler is not None:
             self.track(lr_scheduler=lr_scheduler)
         for line in self.describe().splitlines():
@@ -238,7 +234,7 @@ class OffloadEngine:
         if self._parts.keeper.has_gradients:
             _LOG.warning("save_checkpoint: gradients since the last step are not saved.")
         return self._checkpoints.save(
-            Path(directory), tag or f"global_step{self.global_step}", _state(self),
+            Path(directory), tag or f"global_step{self.global_step}", capture_state(self),
             client_state=client_state, keep=keep,
         )  # fmt: skip
 
@@ -254,12 +250,12 @@ class OffloadEngine:
         self._check_open()
         _check_writable(self)
         found = self._checkpoints.load(
-            Path(directory), tag, check=lambda state: _check_state(self, state)
+            Path(directory), tag, check=lambda state: check_state(self, state)
         )
         if found is None:
             _LOG.warning("load_checkpoint: no checkpoint in %s, nothing is loaded.", directory)
             return None, {}
-        _restore(self, found[1])
+        restore(self, found[1])
         return found[0], found[2]
 
     def load_deepspeed(self, directory: str | os.PathLike[str], tag: str | None = None) -> None:
@@ -274,7 +270,7 @@ class OffloadEngine:
         checkpoint = ZeroCheckpoint.open(Path(directory), tag)
         import_zero(
             self._parts, checkpoint, all_names(self.module),
-            lambda found: encode(_adopt_zero(self, checkpoint, found)),
+            lambda found: encode(adopt_zero(self, checkpoint, found)),
         )  # fmt: skip
 
     def train(self, mode: bool = True) -> Self:
@@ -321,7 +317,7 @@ def leave_settings_open(engine: OffloadEngine) -> None:
     """Let whoever resumes choose hyper-parameters and random numbers: an import has none."""
     store = engine._parts.ground.store
     assert store.committed is not None
-    payload = encode({**_state(engine), "groups": None, "rng": None})
+    payload = encode({**capture_state(engine), "groups": None, "rng": None})
     store.commit(sides={}, generation=store.committed.generation, payload=payload)
 
 
@@ -342,7 +338,7 @@ class _EngineStepper:
 
         def capture() -> dict[str, Any]:
             engine.global_step += 1
-            return _state(engine)
+            return capture_state(engine)
 
         with parts.ground.metrics.phase("step"):
             order = parts.residency.forward_order()
@@ -402,74 +398,6 @@ def _select(engine: OffloadEngine, parameters: Any) -> list[str]:
     if isinstance(parameters, nn.Parameter | str):
         parameters = [parameters]
     return [_name(engine, parameter) for parameter in parameters]
-
-
-def _state(engine: OffloadEngine) -> dict[str, Any]:
-    return {
-        "global_step": engine.global_step,
-        "counts": engine._parts.counts.state_dict(),
-        "groups": capture_groups(engine.optimizer.param_groups),
-        "rng": capture_rng(),
-        "buffers": module_buffers(engine.module),
-        "tracked": engine._tracked.capture(),
-        "model": engine._notes.encode(),
-    }
-
-
-def _check_state(engine: OffloadEngine, saved: Mapping[str, Any]) -> None:
-    """Raise StateError where a state cannot be put back into this engine."""
-    if saved["groups"] is not None:
-        check_groups(engine.optimizer.param_groups, saved["groups"])
-    buffers = dict(engine.module.named_buffers())
-    for name in buffers.keys() | saved["buffers"].keys():
-        shapes = [tuple(x[name].shape) if name in x else None for x in (buffers, saved["buffers"])]
-        if shapes[0] != shapes[1]:
-            raise StateError(
-                f"buffer {name!r}: expected shape {shapes[0]} as in the model, got {shapes[1]}."
-                " Build the model as it was built for the saved state."
-            )
-
-
-def _resume(engine: OffloadEngine) -> None:
-    record = engine._parts.ground.store.committed
-    if record is None or not record.payload:
-        return
-    saved = decode(record.payload)
-    _check_state(engine, saved)
-    _restore(engine, saved)
-
-
-def _adopt_zero(
-    engine: OffloadEngine, checkpoint: ZeroCheckpoint, found: Mapping[str, str]
-) -> dict[str, Any]:
-    """Take over what is not in the store; return the state of the generation."""
-    engine._micro_steps = 0
-    engine.grad_norm = None
-    engine.global_step = checkpoint.global_steps
-    counts = {name: checkpoint.step_count(other) for name, other in found.items()}
-    engine._parts.counts.load_state_dict({name: count for name, count in counts.items() if count})
-    with torch.no_grad():
-        for name, buffer in engine.module.named_buffers():
-            if name in checkpoint.buffers:
-                buffer.copy_(checkpoint.buffers[name])
-    return _state(engine)
-
-
-def _restore(engine: OffloadEngine, saved: Mapping[str, Any]) -> None:
-    """Put back everything that is not in the store."""
-    engine._micro_steps = 0
-    engine.grad_norm = None
-    engine.global_step = saved["global_step"]
-    engine._parts.counts.load_state_dict(saved["counts"])
-    engine._saved_groups = saved["groups"]
-    if saved["groups"] is not None:  # None: the store was made by an import
-        restore_groups(engine.optimizer.param_groups, saved["groups"])
-    engine._tracked.restore(saved["tracked"])
-    with torch.no_grad():
-        for name, buffer in engine.module.named_buffers():
-            buffer.copy_(saved["buffers"][name])
-    if saved["rng"] is not None:
-        restore_rng(saved["rng"])
 
 
 def _names(me: weakref.ref[OffloadEngine], group: Mapping[str, Any]) -> list[str]:
