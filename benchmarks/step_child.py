@@ -107,7 +107,7 @@ class OffloadEngineUnderTest:
         return {
             "read_bytes": metrics.total_read_bytes,
             "write_bytes": metrics.total_write_bytes,
-            "stall_s": metrics.seconds["stall"],
+            "stall_s": sum(metrics.stalls.values()),
         }
 
     def close(self) -> None:

@@ -70,6 +70,10 @@ class EngineConfig:
     update_cpus: tuple[int, ...] = ()  # processors that the update is pinned to; empty: none
     aio_backend: str = "auto"
     profile: tuple[Path, ...] = ()  # of the drives; empty: what lies in nvme_path
+    metrics_path: Path | None = None  # the account of each step, one JSON object a line
+    timeline_path: Path | None = None  # in the Chrome trace format
+    wall_clock_breakdown: bool = False  # log times, means over `steps_per_print` steps
+    steps_per_print: int = 10
 
 
 def parse_bytes(value: int | float | str, name: str) -> int:
@@ -145,7 +149,8 @@ def _from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
     names = {"OFFLOAD_HOST_MEMORY": "host_memory", "OFFLOAD_DEVICE_MEMORY": "device_memory",
              "OFFLOAD_DURABILITY": "durability", "OFFLOAD_AIO_BACKEND": "aio_backend",
         "OFFLOAD_OVERLAP": "overlap", "OFFLOAD_PLACEMENT": "placement",
-             "OFFLOAD_STATE_DTYPE": "state_dtype"}  # fmt: skip
+             "OFFLOAD_STATE_DTYPE": "state_dtype", "OFFLOAD_METRICS": "metrics_path",
+             "OFFLOAD_TIMELINE": "timeline_path"}  # fmt: skip
     found: dict[str, Any] = {
         key: environment[name] for name, key in names.items() if environment.get(name)
     }
@@ -193,6 +198,9 @@ def make_config(
         merged["update_cpus"] = _cpus(merged["update_cpus"])
     for key in ("nvme_path", "profile"):
         merged[key] = _paths(merged.get(key))
+    for key in ("metrics_path", "timeline_path"):
+        if key in merged:
+            merged[key] = Path(merged[key])
     return _checked(EngineConfig(**merged))
 
 
@@ -239,7 +247,8 @@ def _checked(config: EngineConfig) -> EngineConfig:
 
 def _check_numbers(config: EngineConfig) -> None:
     least = {"gradient_clipping": 0.0, "param_persistence_threshold": 0,
-             "gradient_accumulation_steps": 1, "update_threads": 1}  # fmt: skip
+             "gradient_accumulation_steps": 1, "update_threads": 1,
+             "steps_per_print": 1}  # fmt: skip
     for key, bound in least.items():
         value = getattr(config, key)
         if value is not None and not (math.isfinite(value) and value >= bound):

@@ -20,6 +20,7 @@ from offload.engine.drives import open_queue
 from offload.engine.editor import Editor
 from offload.engine.ledger import Ledger
 from offload.engine.loading import read_committed, write_initial
+from offload.engine.measuring import begin_metrics
 from offload.engine.reader import Reader, current, snapshot
 from offload.engine.speculate import Assumption, Speculator
 from offload.engine.step import Groups, Stepper
@@ -109,6 +110,9 @@ def connect(
         ground = _lay_ground(blueprint, store, resumed, captures, closing=closing)
         _load(ground, places)
         parts = _build(ground, captures)
+        begin_metrics(
+            ground.metrics, blueprint, ground.queue, resumed=resumed, closing=ground.closing
+        )
         ground.closing.push(closing.pop_all())
         return parts
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import aio
 from offload.config import EngineConfig
 from offload.errors import ConfigError
+from offload.metrics.bound import Rates
 from offload.profile import Profile, choose
 
 BLOCK_BYTES = 1 << 20
@@ -28,6 +29,7 @@ class Drives:
     rates: tuple[float, ...] | None  # one for each path; None: not all are known
     source: str  # where these numbers are from
     fallback: str | None = None  # instead of a backend that only a profile asks for
+    speeds: Rates | None = None  # of all drives together; None: not all are known
 
 
 def plan_drives(config: EngineConfig) -> Drives:
@@ -62,6 +64,7 @@ def plan_drives(config: EngineConfig) -> Drives:
         _rates(profiles),
         "profile of " + ", ".join(f"{profile.path}, {profile.date[:10]}" for profile in known),
         fallback,
+        _speeds(profiles),
     )
 
 
@@ -73,6 +76,17 @@ def _rates(profiles: Sequence[Profile | None]) -> tuple[float, ...] | None:
     """A step reads about as much as it writes, at the same time."""
     known = [profile.mixed_bytes_per_s for profile in profiles if profile is not None]
     return tuple(known) if len(known) == len(profiles) else None
+
+
+def _speeds(profiles: Sequence[Profile | None]) -> Rates | None:
+    known = [profile for profile in profiles if profile is not None]
+    if len(known) < len(profiles):
+        return None
+    return Rates(
+        sum(profile.read_bytes_per_s for profile in known),
+        sum(profile.write_bytes_per_s for profile in known),
+        sum(profile.mixed_bytes_per_s for profile in known),
+    )
 
 
 def open_queue(drives: Drives) -> aio.Queue:
@@ -92,5 +106,5 @@ def open_queue(drives: Drives) -> aio.Queue:
 def _open(drives: Drives, backend: str) -> aio.Queue:
     return aio.Queue(
         backend, block_bytes=drives.block_bytes, read_depth=drives.read_depth,
-        write_depth=drives.write_depth, num_drives=drives.num_drives,
+        write_depth=drives.write_depth, num_drives=drives.num_drives, keep_stats=True,
     )  # fmt: skip

@@ -125,7 +125,7 @@ class OffloadEngine:
         """Run the model's forward; returns what it returns."""
         self._check_open()
         try:
-            with self._parts.ground.metrics.phase("forward"), _no_autocast_cache(), _access(self):
+            with _no_autocast_cache(), _access(self):
                 return self.module(*args, **kwargs)
         except BaseException:
             self._parts.hooks.abort()
@@ -138,8 +138,7 @@ class OffloadEngine:
         steps = self.config.gradient_accumulation_steps
         self._parts.hooks.last_micro_step = self._micro_steps + 1 >= steps
         try:
-            with self._parts.ground.metrics.phase("backward"):
-                (loss / steps).backward(**kwargs)
+            (loss / steps).backward(**kwargs)
         finally:
             self._parts.hooks.last_micro_step = steps == 1
         self._micro_steps += 1

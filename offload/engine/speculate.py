@@ -178,7 +178,8 @@ class Speculator:
         self._settling.discard(unit)
         job.cancel()
         try:
-            job.wait()  # transfers in flight touch slots and the spare side
+            with self._ledger.metrics.stall("redo", self._units[unit].name):
+                job.wait()  # transfers in flight touch slots and the spare side
         except StateError:
             pass
         except StoreError as error:  # the step does it all again, and fails if that fails

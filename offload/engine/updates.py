@@ -69,8 +69,11 @@ class UpdateBuilder:
         read (one unit only).
         """
         self._ledger.store.begin([unit.name for unit in units])
-        for role, num_bytes in self.resident.reload(unit.index for unit in units).items():
-            self._ledger.metrics.read_bytes[f"update.{role.value}"] += num_bytes
+        metrics = self._ledger.metrics
+        with metrics.stall("reload"):
+            reloaded = self.resident.reload(unit.index for unit in units)
+        for role, num_bytes in reloaded.items():
+            metrics.read_bytes[f"update.{role.value}"] += num_bytes
         parts, files = [], []
         for number, unit in enumerate(units):
             template = self._template(unit)

@@ -77,6 +77,7 @@ class _Fetch:
         self.waiting: Iterator[Chunk] = chunks_of(unit.num_elems, chunk_elems)
         self.next: Chunk | None = next(self.waiting, None)
         self.flying: deque[_Piece] = deque()
+        self.begun_ns = 0  # only with a timeline
 
 
 class Fetcher:
@@ -114,7 +115,8 @@ class Fetcher:
             self._source.wait(unit.index)
             halves = [region.tensor(_DTYPES[role], unit.num_elems)
                       for role, region in zip(self._roles(), here, strict=True)]  # fmt: skip
-            self._device.fill(bound.flat, halves[0], halves[1] if self._exact else None)
+            with self._metrics.busy("fill"):
+                self._device.fill(bound.flat, halves[0], halves[1] if self._exact else None)
             return
         fetch = self._fetches.pop(unit.index, None)
         self._metrics.fetches[unit.name] += 1
@@ -124,10 +126,14 @@ class Fetcher:
             self._pump(fetch, keep=0, delay=0)
             while fetch.flying:
                 piece = fetch.flying.popleft()
-                self._finish(piece, bound.flat, unit.index)
+                self._finish(piece, bound.flat, unit)
                 self._pump(fetch, keep=0, delay=0)
             if fetch.next is not None:
                 raise StateError(f"fill of unit {unit.name!r}: expected a free slot, got none.")
+            if self._metrics.timeline is not None:
+                self._metrics.timeline.span(
+                    "fetches", f"{unit.name} {self.phase}", fetch.begun_ns, time.perf_counter_ns()
+                )
         finally:
             self._abandon(fetch)
 
@@ -139,6 +145,8 @@ class Fetcher:
     def _pump(self, fetch: _Fetch, *, keep: int, delay: int) -> None:
         if fetch.next is not None and self._slots.num_free <= keep:
             self.loans.collect()
+        if not fetch.begun_ns and self._metrics.timeline is not None:
+            fetch.begun_ns = time.perf_counter_ns()
         while fetch.next is not None and self._slots.num_free > keep:
             slot = self._slots.lease()
             assert slot is not None
@@ -160,22 +168,22 @@ class Fetcher:
     def _roles(self) -> tuple[Role, ...]:
         return (Role.PARAM, Role.MASTER_LO) if self._exact else (Role.PARAM,)
 
-    def _finish(self, piece: _Piece, flat: torch.Tensor, unit: int) -> None:
+    def _finish(self, piece: _Piece, flat: torch.Tensor, unit: Unit) -> None:
         """Wait for one chunk and convert it; the slot is free or on loan whatever happens."""
-        start = time.perf_counter()
         try:
-            for ticket in piece.tickets:
-                ticket.wait()
-            self._metrics.seconds["stall"] += time.perf_counter() - start
+            with self._metrics.stall("weights", unit.name):
+                for ticket in piece.tickets:
+                    ticket.wait()
             num = piece.chunk.num_elems
             hi = piece.slot.tensor(torch.bfloat16, num)
             lo = None
             if self._exact:
                 lo = piece.slot.tensor(torch.int16, num, offset=2 * self._chunk_elems)
-            self._device.fill(flat[piece.chunk.start : piece.chunk.stop], hi, lo)
+            with self._metrics.busy("fill"):
+                self._device.fill(flat[piece.chunk.start : piece.chunk.stop], hi, lo)
         finally:
             _settle(piece)
-            self.loans.keep(unit, piece.chunk.index, piece.slot)
+            self.loans.keep(unit.index, piece.chunk.index, piece.slot)
 
     def _abandon(self, fetch: _Fetch) -> None:
         fetch.next = None

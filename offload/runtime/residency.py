@@ -60,6 +60,7 @@ class Residency:
     def begin(self, phase: Phase) -> None:
         """Enter a phase."""
         self.phase = phase
+        self._metrics.enter("outside" if phase is Phase.IDLE else phase.name.lower())
         if phase is not Phase.IDLE:
             self._traces[phase].begin()
             self._fetcher.phase = "backward" if phase is Phase.BACKWARD else "forward"
@@ -87,6 +88,7 @@ class Residency:
         else:
             self._fill(bound)
         if moved:
+            self._metrics.reach(bound.unit.name)
             self.look_ahead(self.phase)
 
     def _fill(self, bound: BoundUnit) -> None:

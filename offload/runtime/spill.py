@@ -62,7 +62,9 @@ class Spiller:
             self._retire()
         if chunk.index in spill.written:
             view, offset = _transfer(spill, chunk, slot)
-            self._queue.read(spill.file, view, offset, deadline=self._deadline()).wait()
+            ticket = self._queue.read(spill.file, view, offset, deadline=self._deadline())
+            with self._metrics.stall("spill", spill.unit.name):
+                ticket.wait()
             self._metrics.read_bytes["backward.grad"] += len(view)
         return slot
 
@@ -105,7 +107,8 @@ class Spiller:
     def _retire(self) -> None:
         write = self._writes.popleft()
         try:
-            write.ticket.wait()
+            with self._metrics.stall("spill", write.spill.unit.name):
+                write.ticket.wait()
         finally:
             self._slots.give_back(write.slot)
 
