@@ -67,8 +67,9 @@ class Settings:
         return Shape(**{**asdict(shape), "products": products, "checkpointing": self.checkpointing})
 
     def engine_options(self, engine: str) -> dict[str, Any]:
-        if engine == "offload":
-            budgets = {"host_memory": self.host_memory, "device_memory": self.device_memory}
+        if engine.startswith("offload"):
+            host = engine.partition("@")[2] or self.host_memory
+            budgets = {"host_memory": host, "device_memory": self.device_memory}
             return budgets | dict(setting.split("=", 1) for setting in self.settings)
         if engine.startswith("deepspeed"):
             return {
@@ -81,7 +82,8 @@ class Settings:
 
     def job(self, engine: str, shape: Shape) -> dict[str, Any]:
         return {
-            "engine": engine,
+            "engine": engine.partition("@")[0],
+            "label": engine,
             "shape": asdict(shape),
             "steps": self.warmup + self.steps,
             "threads": self.threads,
@@ -94,9 +96,10 @@ def chosen_engines(settings: Settings) -> list[str]:
     """The engines asked for, without the peer where it is not installed (said, not silent)."""
     known = ("torch", *DISK_ENGINES)
     names = settings.engines.split(",")
-    if unknown := [name for name in names if name not in known]:
+    if unknown := [name for name in names if name.partition("@")[0] not in known]:
         raise click.UsageError(
-            f"unknown engine {unknown[0]!r}: expected some of {', '.join(known)}"
+            f"unknown engine {unknown[0]!r}: expected some of {', '.join(known)}, or"
+            " offload@SIZE for another host budget"
         )
     if not Path(settings.peer_python).is_file():
         for name in names:
@@ -165,7 +168,12 @@ def result_stem(settings: Settings) -> Path:
 
 
 @click.command(help=__doc__)
-@click.option("--engines", default="torch,offload,deepspeed", show_default=True)
+@click.option(
+    "--engines",
+    default="torch,offload,deepspeed",
+    show_default=True,
+    help="offload@1GiB: ours with another host budget.",
+)
 @click.option("--peer-python", default="", help="Interpreter with DeepSpeed; skipped without.")
 @click.option(
     "--peer-extensions",

@@ -76,7 +76,9 @@ class Launcher:
             disk = None
             if self.held_bytes_per_s:
                 disk = stack.enter_context(HeldDisk(self.folder, self.held_bytes_per_s))
-            run = Run(job["engine"], index)
+            label = job.get("label", job["engine"])
+            job = {key: value for key, value in job.items() if key != "label"}
+            run = Run(label, index)
             if job["engine"] in DISK_ENGINES:
                 run.probe = self._measure_disk(disk)
                 run.rates = self._limits() if disk is not None else run.probe
