@@ -1,11 +1,13 @@
 """Save a generation as a checkpoint, while training goes on.
 
-    engine thread    reserve what follows the committed sides; link them into .<tag>.saving, or,
+    engine thread    reserve what follows the generation's sides; link them into .<tag>.saving, or,
                      where another file system is the target, into pins beside the store's files
-    own thread       copy the pinned | flush all | record, manifest, note | publish, latest, prune
+    own thread       wait for the generation's commit, which comes by itself
+                     copy the pinned | flush all | record, manifest, note | publish, latest, prune
 
-A linked file is never written again (store/sharing.py), so what is saved cannot change.  `save`,
-`poll` and `finish` come from the engine's thread.
+The last step's writes may be under way when its files are linked; whoever begins a generation after
+it writes other files (store/sharing.py), so what is saved cannot change.  Without the commit there
+is no checkpoint.  `save`, `poll` and `finish` come from the engine's thread.
 """
 
 from __future__ import annotations
@@ -16,7 +18,8 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -69,10 +72,13 @@ class Saving:
 
 @dataclass(frozen=True)
 class Content:
-    """What is saved beside the data."""
+    """What is saved: a generation, which may still be on its way, and the state beside it."""
 
     payload: bytes = field(repr=False)
     global_step: int
+    generation: int
+    sides: Mapping[str, int]  # of the generation, by unit
+    record: Future[Record]  # once it is committed; needs nothing from the engine's thread
 
 
 @dataclass
@@ -82,7 +88,7 @@ class _Plan:
     directory: Path
     note: Note
     keep: int | None
-    record: Record
+    content: Content
     manifest: Manifest  # the checkpoint's: everything in one folder
     lock: FolderLock
     linked: list[FileLayout] = field(default_factory=list)
@@ -108,7 +114,7 @@ class Saver:
     def save(
         self, directory: Path, tag: str, content: Content, *, keep: int | None = None
     ) -> Saving:
-        """Pin the committed generation and complete the checkpoint in the background.
+        """Pin the generation of `content` and complete the checkpoint in the background.
 
         Raises StoreError, with nothing left behind, where it cannot be made.
         """
@@ -147,15 +153,12 @@ class Saver:
     def _begin(self, directory: Path, tag: str, content: Content, keep: int | None) -> _Plan:
         directory.mkdir(parents=True, exist_ok=True)
         places.settle(directory)
-        store, record = self._store, self._store.committed
-        assert record is not None
-        manifest = store.manifest
+        manifest = self._store.manifest
         together = tuple(replace(layout, path=0) for layout in manifest.files)
-        flags = {unit: flag & ~UnitFlag.SPARE_STALE for unit, flag in record.flags.items()}
         note = Note(
             tag=tag,
             store_id=manifest.store_id,
-            generation=record.generation,
+            generation=content.generation,
             global_step=content.global_step,
             saved_ns=time.time_ns(),
             num_bytes=sum(layout.file_bytes for layout in together),
@@ -164,14 +167,14 @@ class Saver:
             directory=directory,
             note=note,
             keep=keep,
-            record=replace(record, sequence=1, flags=flags, payload=content.payload, flushed=True),
+            content=content,
             manifest=replace(manifest, files=together, num_paths=1),
             lock=places.make_saving_folder(directory, tag),
         )
 
     def _take(self, plan: _Plan) -> bool:
-        """Link or pin every committed file; False: not pinned, training must wait for the copy."""
-        store, sides = self._store, plan.record.sides
+        """Link or pin every file; False: not pinned, training must wait for the copy."""
+        store, sides = self._store, plan.content.sides
         store.sharing.trim()
         device = plan.folder.stat().st_dev
         near = [f for f in store.manifest.files if _device(store, f, sides[f.unit]) == device]
@@ -187,15 +190,11 @@ class Saver:
         return self._pin(plan)
 
     def _prepare_copy(self, plan: _Plan, layout: FileLayout, source: Path) -> CopyJob:
-        side = plan.record.sides[layout.unit]
+        side = plan.content.sides[layout.unit]
         target = plan.folder / source.name
         with _space(plan, [f for f in self._store.manifest.files if f not in plan.linked]):
             files.make_file(target, plan.manifest, layout, side)
-        expected = None
-        if checksum.is_sealed(plan.record, layout.unit):
-            expected = checksum.read_sums(source, layout, plan.record.checksums[layout.unit])
-        roles = checksum.compared_roles(layout, plan.record.flags[layout.unit])
-        return CopyJob(layout, side, source, target, roles, expected)
+        return CopyJob(layout, side, source, target)
 
     def _pin(self, plan: _Plan) -> bool:
         """Keep what is to be copied by further links; False where space or links lack."""
@@ -216,9 +215,10 @@ class Saver:
         error: BaseException | None = None
         try:
             with _told(f"checkpoint {plan.note.tag!r} in {plan.directory}"), _undone(plan):
+                record = _await_commit(plan)
                 with _bar(plan) as progress:
-                    self._write_data(plan, depth, progress)
-                _write_record(plan)
+                    record = self._write_data(plan, record, depth, progress)
+                _write_record(plan, record)
                 _publish(plan)
         except BaseException as caught:
             error = caught
@@ -228,8 +228,11 @@ class Saver:
                 pin.unlink(missing_ok=True)
             saving.end(error)
 
-    def _write_data(self, plan: _Plan, depth: Depth, progress: Callable[[int], None]) -> None:
-        flags, sums = dict(plan.record.flags), dict(plan.record.checksums)
+    def _write_data(
+        self, plan: _Plan, record: Record, depth: Depth, progress: Callable[[int], None]
+    ) -> Record:
+        """Copy and flush; return the record with the checksums of what was copied."""
+        flags, sums = dict(record.flags), dict(record.checksums)
         data = files.DataFiles((plan.folder,), plan.manifest, read_only=True)
 
         def seal(job: CopyJob) -> None:
@@ -240,20 +243,44 @@ class Saver:
             flags[unit] |= UnitFlag.CHECKSUMS
 
         if plan.copied:
+            _expect(plan.copied, record)
             copy(plan.copied, backend=self._backend, depth=depth, progress=progress, finished=seal)
         for layout in plan.linked:
-            name = layout.names[plan.record.sides[layout.unit]]
+            name = layout.names[record.sides[layout.unit]]
             with _descriptor(plan.folder / name, os.O_RDONLY) as fd:
                 durable.flush(fd)
             progress(data_bytes([layout]))
-        plan.record = replace(plan.record, flags=flags, checksums=sums)
+        return replace(record, flags=flags, checksums=sums)
 
 
-def _write_record(plan: _Plan) -> None:
-    header, body = format.encode_record(plan.record, plan.manifest)
+def _await_commit(plan: _Plan) -> Record:
+    """The checkpoint's record, when the generation is committed; StoreError when it is lost."""
+    content = plan.content
+    error = content.record.exception()
+    if error is not None:
+        raise StoreError(
+            f"checkpoint {plan.note.tag!r} in {plan.directory}: its step is lost. {error}"
+        ) from error
+    record = content.record.result()
+    assert (record.generation, record.sides) == (content.generation, content.sides)
+    flags = {unit: flag & ~UnitFlag.SPARE_STALE for unit, flag in record.flags.items()}
+    return replace(record, sequence=1, flags=flags, payload=content.payload, flushed=True)
+
+
+def _expect(jobs: Collection[CopyJob], record: Record) -> None:
+    """Tell what the files to be copied hold, now that it is written."""
+    for job in jobs:
+        unit = job.layout.unit
+        job.roles = checksum.compared_roles(job.layout, record.flags[unit])
+        if checksum.is_sealed(record, unit):
+            job.expected = checksum.read_sums(job.source, job.layout, record.checksums[unit])
+
+
+def _write_record(plan: _Plan, record: Record) -> None:
+    header, body = format.encode_record(record, plan.manifest)
     for index, name in enumerate(COMMIT_NAMES):
         with _descriptor(plan.folder / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC) as fd:
-            if index == plan.record.sequence % 2:
+            if index == record.sequence % 2:
                 durable.write_at(fd, body, HEADER_BYTES)
                 durable.write_at(fd, header, 0)
             else:

@@ -45,7 +45,7 @@ class CopyJob:
     side: int  # of the source, for messages
     source: Path
     target: Path  # reserved, its header written
-    roles: Collection[Role]  # those whose data means something
+    roles: Collection[Role] = ()  # those whose data means something
     expected: Mapping[Role, bytes] | None = None  # checksums that the data must have
     sums: dict[Role, bytes] = field(default_factory=dict)  # checksums that it has
 

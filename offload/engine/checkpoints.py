@@ -1,6 +1,6 @@
 """`save_checkpoint` and `load_checkpoint`: the engine's state, at moments at which it is still.
 
-save    finish the pending step, capture everything as it is now, hand over to the saver
+save    capture everything as it is now; the pending step, which ends by itself, goes to the saver
 load    nothing in flight; data into the spare sides; commit; then the state outside the store
 """
 
@@ -43,16 +43,20 @@ class Checkpoints:
         self, directory: Path, tag: str, state: Mapping[str, Any], *,
         client_state: Mapping[str, Any] | None, keep: int | None,
     ) -> Saving:  # fmt: skip
-        """Save the generation of the last step with `state`, which replaces what it recorded."""
+        """Save the generation of the last step with `state`, which replaces what it recorded.
+
+        The step's writes may be under way; what went wrong with them so far is raised.
+        """
         if keep is not None and keep < 1:
             raise ConfigError(f"keep: expected at least 1 checkpoint, got {keep}.")
         tag = folder.check_tag(tag)
-        self._parts.ground.ledger.finish()
         payload = encode({**state, _CLIENT: dict(client_state or {})})
         _check_plain(payload)
-        return self.saver.save(
-            directory, tag, Content(payload, state["global_step"]), keep=keep
-        )  # fmt: skip
+        ledger = self._parts.ground.ledger
+        record = ledger.committing()
+        sides = {unit.name: ledger.sides[index] for index, unit in ledger.units.items()}
+        content = Content(payload, state["global_step"], ledger.generation, sides, record)
+        return self.saver.save(directory, tag, content, keep=keep)
 
     def load(
         self, directory: Path, tag: str | None, *, check: Callable[[Mapping[str, Any]], None]

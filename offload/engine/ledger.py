@@ -4,7 +4,8 @@
     is written pending --job ended and late state captured--> commit --> committed
 
 One step is pending at most: its successor's first write waits for the commit (DESIGN D7).
-A commit that flushes runs on a thread of its own, behind the next forward; `finish` waits for it.
+A commit that flushes, and one that a checkpoint waits for, runs on a thread of its own behind the
+next forward; the step stays pending until this thread has seen its end (`poll`, `finish`).
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from offload.metrics import Metrics
 from offload.optim.jobs import Job
 from offload.partition.unit import Role, Unit
 from offload.store.files import Extent
+from offload.store.format import Record
 from offload.store.store import Store
 
 _LOG = logging.getLogger(__name__)
@@ -53,6 +55,7 @@ class Pending:
     generation: int
     state: dict[str, Any]  # captured when step() returned
     late: dict[str, Any] | None = None  # what steps after step(), captured at the next engine call
+    commit: Future[Record] | None = None  # begun; it closes nothing, this thread does
 
     @property
     def jobs(self) -> list[Job]:
@@ -73,7 +76,6 @@ class Ledger:
         self._capture_late = capture_late
         self.sealer = Sealer(store)
         self._pending: Pending | None = None
-        self._commit: Future[None] | None = None  # under way, on a thread of its own
         self.zero_moments: set[int] = set(units)  # units whose moments were never written
         self.sides = dict.fromkeys(units, 0)
         self.first_checksums: Mapping[str, int] = {}  # of the initial weights
@@ -105,17 +107,17 @@ class Ledger:
 
     @property
     def generation(self) -> int:
-        """The last generation that was submitted; waits for a commit that is under way."""
+        """The last generation that was submitted."""
         if self._pending is not None:
             return self._pending.generation
-        self.finish()
         return self.store.committed.generation if self.store.committed else -1
 
     def wait(self, unit: int) -> None:
         """Wait for a unit's update; raises what went wrong with the job."""
         pending = self._pending
         if pending is not None and unit in pending.made:
-            pending.made[unit].wait()
+            with self.metrics.stall("update", self.units[unit].name):
+                pending.made[unit].wait()
             self.poll()
 
     def submit(self, pending: Pending) -> None:
@@ -137,9 +139,29 @@ class Ledger:
         pending = self._pending
         if pending is None or pending.late is None:
             return
-        if all(job.done() for job in pending.jobs):
-            _join(self.store, pending)
-            self._end_update(pending, beside=self.store.generations.flushes)
+        if pending.commit is not None:
+            ended = pending.commit.done()
+        else:
+            ended = all(job.done() for job in pending.jobs)
+            if ended and self.store.generations.flushes:
+                _begin_commit(self, pending, run_beside)
+                return
+        if ended:
+            self.finish()
+
+    def committing(self) -> Future[Record]:
+        """The record of the last step, which is committed without any further call.
+
+        What steps after step() is captured now.  Raises what went wrong so far.
+        """
+        self.engine_called()
+        pending = self._pending
+        if pending is None:
+            return run_here(lambda: _committed(self.store))
+        if pending.commit is None:
+            _begin_commit(self, pending, run_beside)
+        assert pending.commit is not None
+        return pending.commit
 
     def finish_or_discard(self) -> None:
         """Finish as `finish`, or discard a step whose schedulers have not stepped.
@@ -161,52 +183,67 @@ class Ledger:
     def finish(self) -> None:
         """Wait for the pending update and its commit; raises what went wrong with either."""
         pending = self._pending
-        if pending is not None:
+        if pending is None:
+            return
+        with self.metrics.stall("update"):
             _join(self.store, pending)
-            self._end_update(pending, beside=False)
-        if self._commit is not None:
-            self._commit.result()
-            self._commit = None
-
-    def _end_update(self, pending: Pending, *, beside: bool) -> None:
-        """Close the jobs, which have ended, and commit; `beside`: on a thread of its own."""
         if pending.late is None:
             pending.late = self._capture_late()
-        error = _not_finite(pending)
+        with self.metrics.stall("commit"):
+            if pending.commit is None:
+                with uninterrupted():
+                    _begin_commit(self, pending, run_here)
+            assert pending.commit is not None
+            error = pending.commit.exception()
         if error is not None:
-            self.store.poison(error)
             self.abandon()
             raise error
-        self._late_moves = self._late_moves is not False and _has_moved(pending)
-        payload = encode(with_late(pending.state, pending.late))
+        with uninterrupted():
+            self._late_moves = self._late_moves is not False and _has_moved(pending)
+            self._pending = None
+            for job in pending.jobs:
+                account(job, self.metrics)
+                job.close()
 
-        def commit() -> None:
-            checksums = _seal(self, pending, self.units)
+    def abandon(self) -> None:
+        """Cancel the pending update, unless its commit has begun: wait for that."""
+        pending = self._pending
+        if pending is not None:
+            if pending.commit is not None:
+                pending.commit.exception()  # nobody may close jobs or store under it
             for job in pending.jobs:
                 job.close()
-            self.store.commit(
+            self._pending = None
+
+
+def _begin_commit(
+    ledger: Ledger, pending: Pending,
+    run: Callable[[Callable[[], Record]], Future[Record]],
+) -> None:  # fmt: skip
+    """Commit `pending` through `run` when its jobs have ended; its late state is captured."""
+    assert pending.late is not None
+    payload = encode(with_late(pending.state, pending.late))  # now: what it names may move on
+
+    def commit() -> Record:
+        _join(ledger.store, pending)
+        error = _not_finite(pending)
+        if error is not None:
+            ledger.store.poison(error)
+            raise error
+        with ledger.metrics.span("commits", f"generation {pending.generation}"):
+            checksums = _seal(ledger, pending, ledger.units)
+            return ledger.store.commit(
                 sides=pending.sides, generation=pending.generation, payload=payload,
                 checksums=checksums,
             )  # fmt: skip
 
-        for job in pending.jobs:
-            account(job, self.metrics)
-        with uninterrupted():
-            self._pending = None
-            if beside:
-                self._commit = run_beside(commit)
-            else:
-                commit()
+    pending.commit = run(commit)
 
-    def abandon(self) -> None:
-        """Cancel the pending update: the committed generation stays the last one."""
-        if self._pending is not None:
-            for job in self._pending.jobs:
-                job.close()
-            self._pending = None
-        if self._commit is not None:
-            self._commit.exception()  # nobody may close the store under it
-            self._commit = None
+
+def _committed(store: Store) -> Record:
+    record = store.committed
+    assert record is not None
+    return record
 
 
 def _has_moved(pending: Pending) -> bool:
@@ -215,30 +252,41 @@ def _has_moved(pending: Pending) -> bool:
     return not is_same(late, {name: before.get(name) for name in late})
 
 
-def run_beside(action: Callable[[], None]) -> Future[None]:
-    """Run `action` on a thread of its own; the future has its error."""
-    future: Future[None] = Future()
+def run_here(action: Callable[[], Record]) -> Future[Record]:
+    """Run `action`; the future has ended, with its result or error."""
+    future: Future[Record] = Future()
+    try:
+        future.set_result(action())
+    except BaseException as error:
+        future.set_exception(error)
+    return future
+
+
+def run_beside(action: Callable[[], Record]) -> Future[Record]:
+    """Run `action` on a thread of its own; the future has its result or error."""
+    future: Future[Record] = Future()
 
     def run() -> None:
         try:
-            action()
+            result = action()
         except BaseException as error:
             future.set_exception(error)
         else:
-            future.set_result(None)
+            future.set_result(result)
 
     threading.Thread(target=run, name="commit").start()
     return future
 
 
 def account(job: Job, metrics: Metrics) -> None:
-    """Count the bytes that a finished job moved."""
+    """Count what a job that has ended moved, and the time that it took."""
     stats = job.stats
     for role, num_bytes in stats.read_bytes.items():
         metrics.read_bytes[f"update.{role.value}"] += num_bytes
     for role, num_bytes in stats.write_bytes.items():
         metrics.write_bytes[f"update.{role.value}"] += num_bytes
-    metrics.seconds["kernel"] += stats.kernel_s
+    metrics.seconds["update"] += stats.kernel_s
+    metrics.seconds["checksum"] += stats.checksum_s
 
 
 def _not_finite(pending: Pending) -> StateError | None:

@@ -1,6 +1,6 @@
 """Sides whose files somebody else shares (hard links): checkpoints, and copies that are under way.
 
-    save    reserve a new file beside each committed side, then link that side     no copy
+    save    reserve a new file beside each of its sides, then link that side       no copy
     begin   spare side shared?  the reserved file takes its place, then it may be written
     trim    nobody shares a side any more: what was reserved beside it goes
 

@@ -95,7 +95,7 @@ def test_every_moment_loads_to_the_state_that_its_note_tells(
 def test_an_error_in_the_background_is_told_by_the_ticket_and_nothing_is_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def fail(plan: object) -> None:
+    def fail(plan: object, record: object) -> None:
         raise OSError(errno.EIO, "input/output error")
 
     with running(tmp_path / "store") as run:

@@ -28,7 +28,7 @@ PHASES = (
     ("_write_data", "checkpoint"),
     ("save_checkpoint", "checkpoint"),
     ("export", "export"),
-    ("_end_update", "commit"),
+    ("_begin_commit", "commit"),
     ("commit", "commit"),
     ("step", "update"),
     ("backward", "backward"),

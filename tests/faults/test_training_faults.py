@@ -131,6 +131,41 @@ def test_close_tells_of_a_last_step_that_is_lost(tmp_path: Path) -> None:
         assert engine.global_step == 1
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_checkpoint_saved_while_its_step_is_written_ends_as_that_step_does(
+    tmp_path: Path, fails: bool
+) -> None:
+    settings = {"aio_backend": "faults", "host_memory": "16MiB", "overlap": "hold"}
+    (tmp_path / "store").mkdir()
+    engine = open_engine(tmp_path / "store", **settings)
+    train(engine, 0)
+    engine.save_checkpoint(tmp_path / "ck", "old").wait()
+    engine.backward(engine(*models.batch(1)))
+    faults = Faults(queue_of(engine))
+    at = len(faults.log())
+    if fails:
+        faults.inject(*(Fault.error(n, errno.EIO) for n in range(at, at + 1000)))
+    faults.allow(0)
+    engine.step()
+    saving = engine.save_checkpoint(tmp_path / "ck", "new")
+    assert not saving.done()
+    faults.allow()
+    if fails:
+        with pytest.raises(StoreError, match=r"its step is lost.*Input/output error"):
+            saving.wait()
+        with pytest.raises(StoreError, match="Input/output error"):
+            engine.close()
+    else:
+        saving.wait()
+        engine.close()
+    assert (tmp_path / "ck" / "latest").read_text() == ("old\n" if fails else "new\n")
+    with open_engine(tmp_path / "store", resume=True) as engine:
+        assert engine.global_step == (1 if fails else 2)
+        engine.load_checkpoint(tmp_path / "ck")
+        assert engine.global_step == (1 if fails else 2)
+        train(engine, 2)
+
+
 def test_an_error_of_the_script_is_told_and_not_the_step_that_it_lost(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
