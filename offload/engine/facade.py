@@ -13,7 +13,7 @@ import contextlib
 import logging
 import os
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -35,6 +35,7 @@ from offload.engine.generation import (
     restore_groups,
 )
 from offload.engine.importing import import_zero
+from offload.engine.micro_batches import train_batch
 from offload.engine.reader import current
 from offload.engine.rewriting import commit_first
 from offload.engine.run_state import adopt_zero, capture_state, check_state, restore, resume
@@ -149,6 +150,21 @@ class OffloadEngine:
         if self._micro_steps >= self.config.gradient_accumulation_steps:
             self.optimizer.step()
             self.optimizer.zero_grad()
+
+    def train_batch(
+        self, batches: Sequence[Any], loss_fn: Callable[[Any], torch.Tensor] | None = None, *,
+        order: str = "horizontal",
+    ) -> list[torch.Tensor]:  # fmt: skip
+        """All micro-steps of one step, and the step; returns their losses, detached.
+
+        `batches`: `gradient_accumulation_steps` of them, each the model's arguments (a tuple, a
+        mapping or one tensor).  `loss_fn(output)`: default `output.loss`, or the output itself.
+        `order`: "horizontal", or "layer": all micro-batches through a unit before the next, so
+        that weights move once a step; all graphs are alive at once.  Equal bit for bit.
+        """
+        self._check_open()
+        _check_writable(self)
+        return train_batch(self, batches, loss_fn, order)
 
     # --- reading
 

@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_iter
 from offload.runtime.binding import BoundUnit
 from offload.runtime.completion import Arrivals
 from offload.runtime.gradients import GradientKeeper
+from offload.runtime.layer_major import LayerMajor
 from offload.runtime.residency import Phase, Residency
 from offload.runtime.saved import SavedViews
 
@@ -52,6 +53,7 @@ class Hooks:
         persistent: BoundUnit | None, before_forward: Callable[[], None],
         listener: BackwardListener,
     ) -> None:  # fmt: skip
+        self._layers: LayerMajor | None = None  # of a step in layer-major order
         self._residency = residency
         self._keeper = keeper
         self._persistent = persistent
@@ -90,7 +92,7 @@ class Hooks:
 
     def _enter_root(self, module: nn.Module, args: Any) -> None:
         self._depth += 1
-        if self._depth > 1 or _inside_backward():  # recomputation of a checkpointed root
+        if self._depth > 1 or self._layers or _inside_backward():  # recomputation of the root
             return
         if self._residency.phase is not Phase.IDLE:  # an earlier pass ended in an exception
             self.abort()
@@ -102,7 +104,7 @@ class Hooks:
 
     def _leave_root(self, module: nn.Module, args: Any, output: Any) -> None:
         self._depth = max(self._depth - 1, 0)
-        if self._depth or _inside_backward():
+        if self._depth or self._layers or _inside_backward():
             return
         self._views.pop()
         training = self._residency.phase is Phase.FORWARD
@@ -114,9 +116,16 @@ class Hooks:
         _watch(output, self._begin_backward)
 
     def _enter(self, units: tuple[int, ...], module: nn.Module, args: Any) -> None:
+        again = _inside_backward()
+        if self._layers and not again:
+            self._layers.enter(units)
         for index in units:
-            self._calls[index] += not _inside_backward()
+            self._calls[index] += not again
             self._residency.use(index)
+        if self._layers and again:
+            self._layers.begin_again(module, args)
+        elif self._layers:
+            self._layers.begin(units, module, args)
 
     def _leave(self, units: tuple[int, ...], module: nn.Module, args: Any, output: Any) -> None:
         _watch(output, partial(self._backward_reaches, units))
@@ -145,6 +154,8 @@ class Hooks:
 
     def _accumulated(self, index: int, position: int, parameter: torch.Tensor) -> None:
         self._begin_backward()
+        if self._layers is not None:
+            self._layers.refuse(self._residency.bound[index], position)
         if self._arrived[index].add(position, calls=self._calls[index]):
             self._complete(index)
 
@@ -153,7 +164,31 @@ class Hooks:
         self._residency.evict(index)
         self._listener.release(index)
 
+    def forward_by_layers(
+        self, model: nn.Module, calls: Sequence[Callable[[], torch.Tensor]], seeds: Sequence[int]
+    ) -> list[torch.Tensor]:
+        """Run the forwards of a step's micro-batches unit by unit; `calls` return their losses."""
+        self.abort()
+        self._before_forward()
+        self._calls = [0] * len(self._calls)
+        self._residency.begin(Phase.FORWARD)
+        self._layers = LayerMajor(
+            model, self._residency, self._persistent, seeds=seeds, take=self._keeper.take,
+            done=self._complete,
+        )  # fmt: skip
+        losses = self._layers.forward(calls, self._views.packing)
+        self._residency.begin(Phase.IDLE)
+        self._residency.forget_uses()
+        self._residency.evict_unused(but=self._residency.last_in_forward())
+        self._layers.let_go()
+        self._residency.look_ahead(Phase.BACKWARD)
+        _watch(losses, self._begin_backward)
+        return losses
+
     def _end_backward(self) -> None:
+        if self._layers is not None:
+            self._layers.finish()
+            self._layers = None
         for index, arrived in enumerate(self._arrived):
             if arrived.finish(calls=self._calls[index]):
                 self._complete(index)

@@ -43,8 +43,12 @@ class SavedViews:
 
     def push(self) -> None:
         """Begin to pack what autograd saves on this thread."""
-        self._active = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+        self._active = self.packing()
         self._active.__enter__()
+
+    def packing(self) -> torch.autograd.graph.saved_tensors_hooks:
+        """The same as a context, for a thread of one's own."""
+        return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
 
     def pop(self) -> None:
         """End it; may be called when nothing is pushed."""
