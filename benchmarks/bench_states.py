@@ -39,7 +39,7 @@ SHAPES = {
     "demo": {"layers": 14, "width": 768, "heads": 12},
     "small": {"layers": 8, "width": 320, "heads": 5},
 }
-BATCH, SEQ = 4, 64
+BATCH, SEQ = 2, 64
 VALIDATION_BATCHES = 32
 LR, BETAS, EPS, DECAY, CLIP = 6e-4, (0.9, 0.95), 1e-8, 0.1, 1.0
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -80,7 +80,8 @@ class Training:
         loss.backward()
         parameters = dict(self.model.named_parameters())
         grads = {name: p.grad for name, p in parameters.items() if p.grad is not None}
-        norm = float(nn.utils.get_total_norm([grad.float() for grad in grads.values()]))
+        norms = [torch.linalg.vector_norm(g, dtype=torch.float32) for g in grads.values()]
+        norm = float(torch.linalg.vector_norm(torch.stack(norms)))
         for name, grad in grads.items():
             row = kernels.adam_row(
                 LR * factor, BETAS, EPS, DECAY if grad.dim() >= 2 else 0.0, number,
@@ -115,7 +116,7 @@ def train(job: Job, text: corpus.Corpus) -> dict[str, Any]:
     for step in range(job.steps):
         factor = warm_up_then_cosine(step, job.steps)
         losses.append(training.step(step + 1, factor, batches.next()))
-        if (step + 1) % 50 == 0 or step + 1 == job.steps:
+        if (step + 1) % 100 == 0 or step + 1 == job.steps:
             validation[step + 1] = training.validate(text)
     return {
         **asdict(job), "num_params": training.num_params, "seconds": time.perf_counter() - start,
