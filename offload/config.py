@@ -74,6 +74,7 @@ class EngineConfig:
     timeline_path: Path | None = None  # in the Chrome trace format
     wall_clock_breakdown: bool = False  # log times, means over `steps_per_print` steps
     steps_per_print: int = 10
+    plan_only: bool = False  # raise PlanOnly instead of making an engine
 
 
 def parse_bytes(value: int | float | str, name: str) -> int:
@@ -157,6 +158,8 @@ def _from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
     for name, key in (("OFFLOAD_NVME", "nvme_path"), ("OFFLOAD_PROFILE", "profile")):
         if environment.get(name):
             found[key] = environment[name].split(os.pathsep)
+    if environment.get("OFFLOAD_PLAN"):
+        found["plan_only"] = True
     if environment.get("OFFLOAD_RESUME"):
         words: dict[str, bool | str] = {"resume": True, "fresh": False, "auto": "auto"}
         word = environment["OFFLOAD_RESUME"]

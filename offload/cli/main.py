@@ -21,6 +21,19 @@ command.add_command(import_.command)
 command.add_command(inspect.command)
 
 
+@command.command(
+    "plan",
+    add_help_option=False,
+    context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
+)
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def plan(*, arguments: tuple[str, ...]) -> None:
+    """Tell what a training script would do here, without doing it."""
+    from offload.cli.plan import command as real  # its options are those of offload-train
+
+    shell.parse(real, arguments)
+
+
 @command.command("report")
 @click.argument("folder", callback=shell.one_folder, default=".")
 def report(*, folder: Path) -> None:

@@ -83,6 +83,20 @@ class Job:
     type=click.Choice(["auto", "uring", "libaio", "threads"]),
     help="How to reach the drive; auto takes the first that works.",
 )
+@click.option(
+    "--metrics",
+    "metrics_path",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Write the account of each step, one JSON object a line.",
+)
+@click.option(
+    "--timeline",
+    "timeline_path",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Write a timeline for Perfetto or chrome://tracing.",
+)
 @click.argument("script", type=click.Path(path_type=Path))
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def command(
@@ -91,7 +105,7 @@ def command(
     profiles: Sequence[Path],
     script: Path,
     arguments: tuple[str, ...],
-    **settings: str | int | None,
+    **settings: str | int | Path | None,
 ) -> Job:
     """Run SCRIPT with model state on NVMe; its OffloadEngine takes the settings given here."""
     if not script.is_file():
@@ -105,10 +119,16 @@ def command(
         "start": "OFFLOAD_RESUME",
         "durability": "OFFLOAD_DURABILITY",
         "aio_backend": "OFFLOAD_AIO_BACKEND",
+        "metrics_path": "OFFLOAD_METRICS",
+        "timeline_path": "OFFLOAD_TIMELINE",
         "state_dtype": "OFFLOAD_STATE_DTYPE",
         "placement": "OFFLOAD_PLACEMENT",
     }
-    environment = {names[key]: str(value) for key, value in settings.items() if value is not None}
+    environment = {
+        names[key]: str(value.resolve() if isinstance(value, Path) else value)
+        for key, value in settings.items()
+        if value is not None
+    }
     environment["OFFLOAD_NVME"] = os.pathsep.join(str(folder.resolve()) for folder in folders)
     if profiles:
         environment["OFFLOAD_PROFILE"] = os.pathsep.join(str(file.resolve()) for file in profiles)
@@ -139,13 +159,13 @@ def execute(job: Job) -> None:
     exec(code, module.__dict__)
 
 
-def report(error: BaseException) -> int:
+def report(error: BaseException, name: str = NAME) -> int:
     """Tell of an error that ended the script, as the interpreter would; return the exit status.
 
     A setting that the engine refuses is a mistake in the command line, not in the script: one line.
     """
     if isinstance(error, ConfigError | BudgetError | StoreError):
-        click.echo(f"{NAME}: {' '.join(str(error).split())}", err=True)
+        click.echo(f"{name}: {' '.join(str(error).split())}", err=True)
         return 1 if isinstance(error, StoreError) else shell.IMPOSSIBLE
     own = error.__traceback__
     while own is not None and own.tb_frame.f_code.co_filename == __file__:

@@ -208,7 +208,7 @@ def _optimization(
     speculator = Speculator(
         config.overlap, {unit.index: unit for unit in units}, builder, ground.ledger, keeper,
         loans=residency.loans,
-        assume=lambda: Assumption(stepper.assume(), residency.forward_order()),
+        assume=lambda: Assumption(stepper.assume(), residency.order()),
     )  # fmt: skip
     ground.closing.callback(speculator.discard)
     return stepper, speculator, counts

@@ -21,8 +21,8 @@ import torch
 from torch import nn
 
 from offload.checkpoint.save import Saving
-from offload.config import make_config, parse_bytes
-from offload.engine.assembly import plan
+from offload.config import EngineConfig, make_config, parse_bytes
+from offload.engine.assembly import Blueprint, plan
 from offload.engine.checkpoints import Checkpoints
 from offload.engine.connect import Captures, Parts, connect, take_over
 from offload.engine.describe import describe
@@ -36,6 +36,7 @@ from offload.engine.generation import (
 )
 from offload.engine.importing import import_zero
 from offload.engine.micro_batches import train_batch
+from offload.engine.planning import PlanOnly, current_plan, first_plan
 from offload.engine.reader import current
 from offload.engine.rewriting import commit_first
 from offload.engine.run_state import adopt_zero, capture_state, check_state, restore, resume
@@ -51,6 +52,7 @@ from offload.optim.choice import Choice, choose
 from offload.optim.optimizer import OffloadOptimizer
 from offload.runtime.hooks import is_hooked
 from offload.runtime.source import LoadedModel, unpack
+from offload.schedule.plan import Plan
 
 _LOG = logging.getLogger(__name__)
 
@@ -75,7 +77,7 @@ class OffloadEngine:
         config = make_config(choice.rest, beside=choice.defaults)
         model, places = unpack(model)
         _refuse_second(model)
-        blueprint = plan(model, config, choice.rule)
+        blueprint = _decide(model, config, choice)
         self.module = model
         self.config = config
         self.optimizer = _make_optimizer(self, choice, blueprint.found.parameters)
@@ -210,6 +212,11 @@ class OffloadEngine:
     def describe(self) -> str:
         """What lives where, and what a step costs."""
         return describe(self._parts)
+
+    @property
+    def plan(self) -> Plan:
+        """Where everything lives, what a step moves, what bounds it.  Data; str() prints it."""
+        return current_plan(self._parts)
 
     @property
     def metrics(self) -> Metrics:
@@ -356,7 +363,7 @@ class _EngineStepper:
             return capture_state(engine)
 
         with parts.ground.metrics.phase("step"):
-            order = parts.residency.forward_order()
+            order = parts.residency.order()
             outcome = parts.stepper.step(parts.speculator, order=order, capture=capture)
             if outcome.updated and parts.ground.persistent is not None:
                 parts.ground.persistent.refresh(
@@ -374,6 +381,14 @@ class _EngineStepper:
         engine._micro_steps = 0
         engine._parts.speculator.discard()
         engine._parts.keeper.clear()
+
+
+def _decide(model: nn.Module, config: EngineConfig, choice: Choice) -> Blueprint:
+    """All decisions; ends a script that only wanted to see them."""
+    blueprint = plan(model, config, choice.rule)
+    if config.plan_only:
+        raise PlanOnly(first_plan(blueprint))
+    return blueprint
 
 
 def _make_optimizer(

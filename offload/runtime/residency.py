@@ -140,9 +140,9 @@ class Residency:
         order = self._traces[Phase.FORWARD].order
         return order[-1] if order else None
 
-    def forward_order(self) -> list[int]:
+    def order(self, phase: Phase = Phase.FORWARD) -> list[int]:
         """Units by their next use in training."""
-        return self._traces[Phase.FORWARD].order
+        return self._traces[phase].order
 
     def _touch(self, index: int) -> None:
         self._recent.remove(index)

@@ -1,0 +1,63 @@
+"""`engine.plan` and `offload plan`: from the decisions about a model to the printable plan."""
+
+from __future__ import annotations
+
+from offload.engine.assembly import Blueprint, spill_bytes
+from offload.engine.connect import Parts
+from offload.metrics.bound import Rates
+from offload.runtime.residency import Phase
+from offload.schedule.plan import Plan, Space, unit_plans
+from offload.schedule.traffic import Layout, Uses, step_traffic
+from offload.store.extents import UnitExtents, lay_out_file
+
+
+class PlanOnly(SystemExit):
+    """Ends a script that was to show its plan, before anything is allocated or written."""
+
+    def __init__(self, plan: Plan) -> None:
+        super().__init__(0)
+        self.plan = plan
+
+
+def layout_of(blueprint: Blueprint) -> Layout:
+    """What decides the traffic of a step."""
+    found = blueprint.found
+    return Layout(
+        found.units, found.persistent, blueprint.placement, blueprint.formats,
+        blueprint.weight_capacity,
+    )  # fmt: skip
+
+
+def first_plan(blueprint: Blueprint) -> Plan:
+    """The plan before any step: the order of the units is a guess."""
+    micro_steps = blueprint.config.gradient_accumulation_steps
+    uses = Uses.guessed(len(blueprint.found.units), micro_steps)
+    return _plan(blueprint, uses, blueprint.drives.speeds, "profile", None)
+
+
+def current_plan(parts: Parts) -> Plan:
+    """The plan with the observed order, and what the last step told of rates and compute."""
+    blueprint, residency = parts.ground.blueprint, parts.residency
+    uses = Uses(
+        residency.order(Phase.FORWARD), residency.order(Phase.BACKWARD),
+        blueprint.config.gradient_accumulation_steps,
+    )  # fmt: skip
+    bound = parts.ground.metrics.last.get("bound")
+    if bound is None:
+        return _plan(blueprint, uses, blueprint.drives.speeds, "profile", None)
+    rates = Rates(**bound["rates"])
+    return _plan(blueprint, uses, rates, bound["rates_from"], bound["terms"]["compute"])
+
+
+def _plan(
+    blueprint: Blueprint, uses: Uses, rates: Rates | None, rates_from: str, compute_s: float | None
+) -> Plan:
+    layout = layout_of(blueprint)
+    files = [lay_out_file(UnitExtents.of(unit), 0, path=0) for unit in blueprint.units]
+    sides = 1 if blueprint.config.durability == "none" else 2
+    return Plan(
+        unit_plans(layout), blueprint.placement, step_traffic(layout, uses),
+        Space(sum(file.file_bytes for file in files), sides, spill_bytes(blueprint)),
+        blueprint.device_memory, blueprint.config.overlap, uses.micro_steps,
+        rates, rates_from, compute_s, sum(unit.num_tensor_elems for unit in blueprint.units),
+    )  # fmt: skip

@@ -1,0 +1,164 @@
+"""The plan of a run: what lives where, what a step moves, what bounds it.  Data, and printable."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+
+from offload.metrics.bound import WORDS, Rates
+from offload.partition.unit import Unit
+from offload.schedule.placement import Placement
+from offload.schedule.traffic import Layout, Traffic
+
+
+@dataclass(frozen=True)
+class UnitPlan:
+    """Where the parts of a unit live between their uses: "device", "host", "disk" or "-"."""
+
+    name: str
+    num_params: int
+    weights: str
+    state: str
+    gradients: str
+
+
+@dataclass(frozen=True)
+class Space:
+    """What the run takes of the disk, in bytes."""
+
+    one_side: int
+    num_sides: int
+    spilled: int
+
+    @property
+    def total(self) -> int:
+        return self.one_side * self.num_sides + self.spilled
+
+
+@dataclass(frozen=True)
+class Plan:
+    """`traffic` is that of every step but the first, in which moments are known to be zero."""
+
+    units: Sequence[UnitPlan]
+    placement: Placement
+    traffic: Traffic
+    space: Space
+    device_memory: int
+    overlap: str  # "hold", "speculate" or "auto"
+    micro_steps: int = 1
+    rates: Rates | None = None  # of the drives
+    rates_from: str = "profile"
+    compute_s: float | None = None  # of a step, as observed
+    num_params: int = field(default=0)
+
+    @property
+    def terms(self) -> Mapping[str, float]:
+        """Seconds that each resource needs for a step, as far as is known (metrics/bound.py)."""
+        read, written = (sum(part.values()) for part in (self.traffic.read, self.traffic.written))
+        terms = {}
+        if self.rates is not None:
+            pairs = (
+                ("disk_read", read, self.rates.read),
+                ("disk_write", written, self.rates.write),
+                ("disk_mixed", read + written, self.rates.mixed),
+            )
+            terms = {name: size / rate for name, size, rate in pairs if rate}
+        if self.compute_s is not None:
+            terms["compute"] = self.compute_s
+        return terms
+
+    def __str__(self) -> str:
+        lines = [f"{'unit':<40} {'parameters':>14}  weights  state  gradients"]
+        lines += list(_unit_lines(self.units))
+        return "\n".join([*lines, "", *self._memory(), *self._moves(), *self._bound()])
+
+    def _memory(self) -> Iterator[str]:
+        place = self.placement
+        yield f"device  budget {_size(self.device_memory)}"
+        yield (
+            f"host    {_size(place.total_bytes)} = {_size(place.persistent_bytes)} small tensors"
+            f" + {_size(place.slot_bytes)} slots + {_size(place.held_bytes)} gradients"
+            f" + {_size(place.resident_bytes)} weights and state that stay"
+        )
+        yield (
+            f"slots   {place.fetch_slots} fetch of {_size(place.fetch_slot_bytes)},"
+            f" {place.update_slots} update of {_size(place.update_slot_bytes)},"
+            f" {place.spill_slots} spill of {_size(place.spill_slot_bytes)};"
+            f" chunks of {place.chunk_elems:,} elements"
+        )
+        sides = "side" if self.space.num_sides == 1 else "sides"
+        yield (
+            f"disk    {_size(self.space.total)} = {self.space.num_sides} {sides} of"
+            f" {_size(self.space.one_side)} + {_size(self.space.spilled)} spilled gradients"
+        )
+
+    def _moves(self) -> Iterator[str]:
+        steps = (
+            f", {self.micro_steps} micro-steps in turn" if self.micro_steps > 1 else ""
+        )
+        per_param = self.traffic.total / self.num_params if self.num_params else 0.0
+        yield f"step    {per_param:.1f} bytes a parameter between disk and host{steps}"
+        for verb, moved in (("read", self.traffic.read), ("written", self.traffic.written)):
+            parts = ", ".join(f"{name} {_size(size)}" for name, size in moved.items())
+            yield f"  {verb:<8} {_size(sum(moved.values()))}{': ' if parts else ''}{parts}"
+        if self.overlap != "hold" and self.traffic.lent:
+            yield (
+                f"  up to {_size(self.traffic.lent)} less is read: weights fetched for backward"
+                " serve the update"
+            )
+
+    def _bound(self) -> Iterator[str]:
+        terms = self.terms
+        if not terms:
+            yield "bound   not known: no profile (offload-bench io) and no step yet"
+            return
+        by = max(terms, key=lambda name: terms[name])
+        told = ", ".join(f"{WORDS[name]} {seconds:.3f} s" for name, seconds in terms.items())
+        yield f"bound   {terms[by]:.3f} s by {WORDS[by]} (drives: {self.rates_from}): {told}"
+        if "compute" not in terms:
+            yield "        compute is not known before the first step"
+
+
+def unit_plans(layout: Layout) -> list[UnitPlan]:
+    """A line for each unit, the small tensors last."""
+    plans = [_unit_plan(layout, unit) for unit in layout.units]
+    if layout.persistent is not None:
+        unit = layout.persistent
+        plans.append(UnitPlan(unit.name, unit.num_tensor_elems, "device", "host", "host"))
+    return plans
+
+
+def _unit_plan(layout: Layout, unit: Unit) -> UnitPlan:
+    states = [role for role in unit.roles if role not in layout.weights]
+    gradients = "disk" if unit.index in layout.placement.spilled else "host"
+    trains = bool(unit.trainable_elems)
+    return UnitPlan(
+        unit.name, unit.num_tensor_elems,
+        _place([layout.stays(unit, role) for role in layout.weights]),
+        _place([layout.stays(unit, role) for role in states if unit.role_bytes(role)]),
+        gradients if trains else "-",
+    )  # fmt: skip
+
+
+def _place(here: Sequence[bool]) -> str:
+    if not here:
+        return "-"
+    return "host" if all(here) else "part" if any(here) else "disk"
+
+
+def _unit_lines(units: Sequence[UnitPlan]) -> Iterator[str]:
+    """Neighbours that are alike share a line."""
+    for _, group in groupby(units, lambda u: (u.num_params, u.weights, u.state, u.gradients)):
+        alike = list(group)
+        one = alike[0]
+        name = one.name if len(alike) == 1 else f"{one.name} ... {alike[-1].name}"
+        count = f"{one.num_params:,}" if len(alike) == 1 else f"{len(alike)} x {one.num_params:,}"
+        yield f"{name:<40} {count:>14}  {one.weights:<7}  {one.state:<5}  {one.gradients}"
+
+
+def _size(num_bytes: float) -> str:
+    for name, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if num_bytes >= scale:
+            return f"{num_bytes / scale:.2f} {name}"
+    return f"{num_bytes:.0f} B"

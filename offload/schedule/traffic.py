@@ -1,0 +1,163 @@
+"""What a step moves between DISK and HOST: the exact account that the counters must equal (T3).
+
+    forward    weights of each unit on the trace, unless they stay in host memory
+    backward   the same, less the unit with which forward ended; gradients that are spilled
+    update     every role of every unit with gradients: read, unless it stays, and written
+
+Under the assumption of the trace: every trainable parameter gets a gradient, nothing is clipped
+where updates run ahead.  These read less by what `lent` says at most: weights fetched for backward
+serve the update too, as far as slots are free.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from offload.partition.chunk import chunks_of, segments_of, state_chunks
+from offload.partition.states import MOMENTS
+from offload.partition.unit import STORE_ALIGN_BYTES, Role, Unit, round_up
+from offload.schedule.placement import Formats, Placement
+
+
+@dataclass(frozen=True)
+class Uses:
+    """The order in which a micro-step uses units, and how many micro-steps a step has."""
+
+    forward: Sequence[int]
+    backward: Sequence[int]
+    micro_steps: int = 1
+
+    @classmethod
+    def guessed(cls, num_units: int, micro_steps: int) -> Uses:
+        """Each unit once, in the model's order; before anything was observed."""
+        return cls(range(num_units), range(num_units)[::-1], micro_steps)
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes of one step by "phase.role"."""
+
+    read: Mapping[str, int]
+    written: Mapping[str, int]
+    lent: int = 0  # of `read`, the most that updates ahead of step() need not read
+
+    @property
+    def total(self) -> int:
+        return sum(self.read.values()) + sum(self.written.values())
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What decides the traffic of a step, beside its trace."""
+
+    units: Sequence[Unit]  # by index
+    persistent: Unit | None
+    placement: Placement
+    formats: Formats
+    weight_capacity: int  # DEVICE bytes for weights of units
+
+    @property
+    def weights(self) -> tuple[Role, ...]:
+        """The roles that a fetch reads."""
+        return (Role.PARAM, Role.MASTER_LO) if self.formats.weight == 4 else (Role.PARAM,)
+
+    def stays(self, unit: Unit, role: Role) -> bool:
+        """True when this buffer is not read in a step."""
+        if self.persistent is not None and unit.index == self.persistent.index:
+            return True
+        return any((each.unit, each.role) == (unit.index, role) for each in self.placement.resident)
+
+
+def step_traffic(layout: Layout, uses: Uses, *, first: bool = False) -> Traffic:
+    """Count a step; `first`: moments are known to be zero and not read."""
+    read: Counter[str] = Counter()
+    written: Counter[str] = Counter()
+    forward, backward = fetches(layout, uses)
+    for phase, fetched in (("forward", forward), ("backward", backward)):
+        for index in fetched:
+            for role in layout.weights:
+                read[f"{phase}.{role.value}"] += uses.micro_steps * _fetch_bytes(layout, index)
+    lent = 0
+    for unit in (*layout.units, *([layout.persistent] if layout.persistent else [])):
+        for role, num_bytes in update_bytes(layout, unit):
+            written[f"update.{role.value}"] += num_bytes
+            if not layout.stays(unit, role) and not (first and role in MOMENTS):
+                read[f"update.{role.value}"] += num_bytes
+                lent += num_bytes if role in layout.weights else 0
+        _count_spilled(layout, unit, uses.micro_steps, read, written)
+    return Traffic(+read, +written, lent)
+
+
+def fetches(layout: Layout, uses: Uses) -> tuple[list[int], list[int]]:
+    """The units that forward and backward of a micro-step fetch, in order."""
+    here = {
+        unit.index
+        for unit in layout.units
+        if all(layout.stays(unit, role) for role in layout.weights)
+    }
+    forward = list(uses.forward)
+    turning = forward[-1:]  # stays on the device
+    backward = list(_backward_fetches(layout, uses.backward, turning))
+    return (
+        [index for index in forward if index not in here],
+        [index for index in backward if index not in here],
+    )
+
+
+def _backward_fetches(layout: Layout, order: Sequence[int], turning: list[int]) -> Iterator[int]:
+    """A unit leaves after its last use, or when there is no room, least recently used first."""
+    present = list(turning)
+    last = {index: place for place, index in enumerate(order)}
+    for place, index in enumerate(order):
+        if index in present:
+            present.remove(index)
+        else:
+            while present and _weight_bytes(layout, [*present, index]) > layout.weight_capacity:
+                present.pop(0)
+            yield index
+        if last[index] != place or not layout.units[index].trainable_elems:
+            present.append(index)
+
+
+def _weight_bytes(layout: Layout, units: Sequence[int]) -> int:
+    return sum(layout.units[index].num_elems for index in units) * layout.formats.compute
+
+
+def _fetch_bytes(layout: Layout, index: int) -> int:
+    """Of one half of a unit's weights."""
+    num_elems = layout.units[index].num_elems
+    return sum(
+        round_up(2 * chunk.num_elems, STORE_ALIGN_BYTES)
+        for chunk in chunks_of(num_elems, layout.placement.chunk_elems)
+    )
+
+
+def update_bytes(layout: Layout, unit: Unit) -> Iterator[tuple[Role, int]]:
+    """Bytes of each role as an update moves it, chunk by chunk."""
+    chunks = list(state_chunks(unit, layout.placement.chunk_elems)) if unit.trainable_elems else []
+    for role in unit.roles:
+        sizes = (unit.byte_of(role, c.stop) - unit.byte_of(role, c.start) for c in chunks)
+        yield role, sum(round_up(size, STORE_ALIGN_BYTES) for size in sizes)
+
+
+def _count_spilled(
+    layout: Layout, unit: Unit, micro_steps: int, read: Counter[str], written: Counter[str]
+) -> None:
+    """Gradients that host memory cannot hold: written by each micro-step, read by the next."""
+    if unit.index not in layout.placement.spilled:
+        return
+    size = layout.formats.grad
+    chunks = chunks_of(unit.trainable_elems, layout.placement.chunk_elems)
+    once = sum(
+        round_up(chunk.num_elems * size, STORE_ALIGN_BYTES)
+        for chunk in chunks
+        if any(segment.slot.tensor.trainable for segment in segments_of(unit, chunk))
+    )
+    written["backward.grad"] += micro_steps * once
+    read["backward.grad"] += (micro_steps - 1) * once
+    read["update.grad"] += sum(
+        round_up(chunk.num_elems * size, STORE_ALIGN_BYTES)
+        for chunk in state_chunks(unit, layout.placement.chunk_elems)
+    )
