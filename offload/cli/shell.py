@@ -33,9 +33,25 @@ def parse(command: click.Command, arguments: Sequence[str] | None = None) -> Any
         refuse(name, error.format_message())
     except click.Abort:
         raise SystemExit(INTERRUPTED) from None
+    except OSError as error:
+        if not _output_lost():
+            raise
+        click.echo(f"{name}: standard output cannot be written: {error.strerror}.", err=True)
+        raise SystemExit(1) from None
     if isinstance(result, int):  # --help and its like
         raise SystemExit(result)
     return result
+
+
+def _output_lost() -> bool:
+    """Tell whether stdout takes nothing more; if so, drop what is left, which exit would write."""
+    try:
+        click.echo()  # a failed write leaves no other trace
+    except OSError:
+        with open(os.devnull, "wb") as nowhere:
+            os.dup2(nowhere.fileno(), sys.stdout.fileno())
+        return True
+    return False
 
 
 def refuse(name: str, message: str) -> NoReturn:

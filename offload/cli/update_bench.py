@@ -86,7 +86,7 @@ def measure(library: Any, num_elems: int, rounds: int, num_threads: int) -> Tabl
             jobs = limits | update_sweep.our_jobs(at, threads, kernels.supported())
             jobs |= update_sweep.optimizer_jobs(at, threads, kernels.supported()[0])
             total = len(jobs) * (rounds + 1)
-            with tqdm(total=total, leave=False, desc=f"{num_threads} threads") as bar:
+            with tqdm(total=total, leave=False, disable=None, desc=f"{num_threads} threads") as bar:
                 for index in range(rounds + 1):
                     for name, job in jobs.items():
                         time.sleep(PAUSE_S)

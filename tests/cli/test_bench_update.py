@@ -27,7 +27,9 @@ def test_every_variant_and_thread_count_is_timed_beside_the_limit(
 ) -> None:
     before = kernels.variant()
     run("--threads", 1, "--threads", 2, "--json")
-    record = json.loads(capsys.readouterr().out)
+    said = capsys.readouterr()
+    assert "1 threads:" not in said.err  # no bar without a terminal
+    record = json.loads(said.out)
     assert [table["threads"] for table in record["tables"]] == [1, 2]
     for table in record["tables"]:
         rows = {row["job"]: row for row in table["rows"]}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -29,6 +31,18 @@ def test_the_report_names_backend_variant_and_folder(
     assert found["torch"] == torch.__version__
     assert {"uring", "libaio", "threads"} <= set(found)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+@pytest.mark.parametrize("arguments", [["report"], ["--help"]])
+def test_a_full_disk_behind_the_output_is_one_line(arguments: list[str]) -> None:
+    command = [sys.executable, "-m", "offload.cli.main", *arguments]
+    with open("/dev/full", "w") as full:
+        found = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert found.returncode == 1
+    assert found.stderr == (
+        "offload: standard output cannot be written: No space left on device.\n"
+    )
 
 
 def test_the_file_system_is_that_of_the_nearest_mount_point() -> None:
