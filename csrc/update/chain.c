@@ -168,6 +168,7 @@ static void transfer_done(void *arg, int error, uint64_t bytes_done)
     pthread_mutex_lock(&pipeline->lock);
     bool reading = slot->state == SLOT_READING;
     update_job *job = slot->job;
+    update_mark(slot, reading ? update_read_times : update_write_times, 1);
     *(reading ? &job->stats.read_bytes[transfer->role] : &job->stats.write_bytes[transfer->role]) += bytes_done;
     if (!error && bytes_done < update_stream_bytes(slot_chunk(slot), transfer->role))
         error = EIO;
@@ -220,6 +221,7 @@ static void start_transfers(struct slot *slot, int op, uint32_t roles)
     slot->pending += count + 1;
     slot->state = op == AIO_READ ? SLOT_READING : SLOT_WRITING;
     if (count > 0) {
+        update_mark(slot, op == AIO_READ ? update_read_times : update_write_times, 0);
         pthread_mutex_unlock(&pipeline->lock);
         int rc = aio_submit(pipeline->queue, requests, count, NULL);
         pthread_mutex_lock(&pipeline->lock);

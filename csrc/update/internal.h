@@ -66,6 +66,7 @@ struct unit {
     bool released;
     uint64_t num_bytes[UPDATE_GRAD];
     uint32_t *sums[UPDATE_GRAD]; /* one for each block of a role; NULL: none wanted */
+    update_times times;
 };
 
 struct update_job {
@@ -83,6 +84,7 @@ struct update_job {
     uint32_t remaining; /* chunks not yet written */
     uint32_t active;    /* slots held */
     uint32_t waiters;   /* threads inside update_wait */
+    bool timed;         /* `times` of its units are kept */
     update_error error;
     update_stats stats;
 };
@@ -123,6 +125,12 @@ void update_fail_job(update_job *job, const update_error *error);
 
 static inline const update_chunk *slot_chunk(const struct slot *slot) { return &slot->job->chunks[slot->chunk]; }
 static inline bool slot_released(const struct slot *slot) { return slot->job->units[slot_chunk(slot)->unit].released; }
+
+/* worker.c; the lock is held: something of the slot's unit begins (0) or ends (1) */
+void update_mark(struct slot *slot, uint64_t *(*of)(update_times *), int end);
+static inline uint64_t *update_read_times(update_times *times) { return times->read_ns; }
+static inline uint64_t *update_kernel_times(update_times *times) { return times->kernel_ns; }
+static inline uint64_t *update_write_times(update_times *times) { return times->write_ns; }
 
 /* pipeline.c */
 void *update_stream_memory(const struct slot *slot, uint32_t role); /* where the kernel works */

@@ -12,8 +12,11 @@ int update_release(update_job *job, uint32_t unit)
     uint32_t first = unit == UPDATE_ALL ? 0 : unit;
     uint32_t stop = unit == UPDATE_ALL ? job->num_units : unit + 1;
     pthread_mutex_lock(&pipeline->lock);
-    for (uint32_t i = first; i < stop; i++)
+    for (uint32_t i = first; i < stop; i++) {
+        if (job->timed && !job->units[i].released)
+            job->units[i].times.released_ns = update_now_ns();
         job->units[i].released = true;
+    }
     update_heap_move(&pipeline->held, job, unit, &pipeline->open);
     update_read_late(job);
     pthread_cond_signal(&pipeline->work); /* chunks that were only waiting for this can run */
@@ -88,6 +91,16 @@ void update_job_stats(const update_job *job, update_stats *out)
     pthread_mutex_lock(&job->pipeline->lock);
     *out = job->stats;
     pthread_mutex_unlock(&job->pipeline->lock);
+}
+
+int update_job_times(const update_job *job, uint32_t unit, update_times *out)
+{
+    if (unit >= job->num_units)
+        return -EINVAL;
+    pthread_mutex_lock(&job->pipeline->lock);
+    *out = job->units[unit].times;
+    pthread_mutex_unlock(&job->pipeline->lock);
+    return 0;
 }
 
 uint32_t update_job_order(const update_job *job, uint32_t *chunks, uint32_t capacity)

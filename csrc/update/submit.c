@@ -105,8 +105,12 @@ static update_job *copy_job(update_pipeline *pipeline, const update_work *work)
     job->num_segments = work->num_segments;
     job->num_rows = work->num_rows;
     job->num_units = work->num_units;
-    for (uint32_t unit = 0; unit < work->num_units; unit++)
+    job->timed = (work->flags & UPDATE_TIMES) != 0;
+    for (uint32_t unit = 0; unit < work->num_units; unit++) {
         job->units[unit].released = work->released[unit] != 0;
+        if (job->timed && job->units[unit].released)
+            job->units[unit].times.released_ns = update_now_ns();
+    }
     for (uint32_t i = 0; i < work->num_chunks; i++) {
         struct unit *unit = &job->units[job->chunks[i].unit];
         unit->remaining++;

@@ -85,6 +85,14 @@ typedef struct update_stats {
     uint32_t most_writing; /* the most slots in writing when this job began one of them */
 } update_stats;
 
+/* Of a unit, by CLOCK_MONOTONIC in ns: when the first began and the last ended; 0: none has. */
+typedef struct update_times {
+    uint64_t released_ns;
+    uint64_t read_ns[2];
+    uint64_t kernel_ns[2];
+    uint64_t write_ns[2];
+} update_times;
+
 typedef struct update_error {
     int error; /* 0 or errno (positive) */
     int op;    /* enum aio_op; -1: the kernel refused */
@@ -109,6 +117,7 @@ typedef struct update_config {
 } update_config;
 
 #define UPDATE_CHECKSUMS 1u /* in `flags`: offer update_job_checksums */
+#define UPDATE_TIMES 2u     /* keep what update_job_times tells */
 typedef struct update_work {
     const update_chunk *chunks;
     const update_segment *segments;
@@ -134,6 +143,7 @@ int update_release(update_job *job, uint32_t unit); /* UPDATE_ALL: every unit; t
 int update_wait(update_job *job, uint32_t unit, int64_t timeout_ns);
 void update_job_error(const update_job *job, update_error *out);
 void update_job_stats(const update_job *job, update_stats *out);
+int update_job_times(const update_job *job, uint32_t unit, update_times *out); /* all 0 without UPDATE_TIMES */
 /* The job's chunks (indices) in the order in which they got a slot.  Returns how many did; writes at most `capacity`. */
 uint32_t update_job_order(const update_job *job, uint32_t *chunks, uint32_t capacity);
 /* Of a unit that has ended: the crc32 (zlib's) of each MiB of what was written of `role`, counted from the unit's first

@@ -11,6 +11,13 @@ uint64_t update_now_ns(void)
     return (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
 }
 
+void update_mark(struct slot *slot, uint64_t *(*of)(update_times *), int end)
+{
+    uint64_t *span = of(&slot->job->units[slot_chunk(slot)->unit].times);
+    if (slot->job->timed && (end || !span[0]))
+        span[end] = update_now_ns();
+}
+
 static struct slot *next_ready(update_pipeline *pipeline)
 {
     struct slot *best = NULL;
@@ -91,12 +98,14 @@ static void run_slot(struct slot *slot)
 {
     update_job *job = slot->job;
     slot->state = SLOT_KERNEL;
+    update_mark(slot, update_kernel_times, 0);
     pthread_mutex_unlock(&slot->pipeline->lock);
     fill_slot(slot);
     uint64_t start = update_now_ns();
     struct totals totals = run_kernels(slot);
     uint64_t spent = update_now_ns() - start;
     pthread_mutex_lock(&slot->pipeline->lock);
+    update_mark(slot, update_kernel_times, 1);
     job->stats.kernel_ns += spent;
     job->stats.elems += totals.elems;
     job->error.nonfinite += totals.nonfinite;

@@ -19,6 +19,7 @@ from typing import Any
 
 from offload.engine.generation import encode, is_same, with_late
 from offload.engine.interrupts import uninterrupted
+from offload.engine.measuring import show_update
 from offload.engine.sealing import Sealer
 from offload.errors import StateError, StoreError
 from offload.metrics import Metrics
@@ -287,6 +288,8 @@ def account(job: Job, metrics: Metrics) -> None:
         metrics.write_bytes[f"update.{role.value}"] += num_bytes
     metrics.seconds["update"] += stats.kernel_s
     metrics.seconds["checksum"] += stats.checksum_s
+    if metrics.timeline is not None:
+        show_update(job, metrics.timeline)
 
 
 def _not_finite(pending: Pending) -> StateError | None:

@@ -16,6 +16,7 @@ from offload.metrics import Metrics
 from offload.metrics.bound import Flow, Machine
 from offload.metrics.lines import MetricsFile, WallClock
 from offload.metrics.timeline import Timeline
+from offload.optim.jobs import Job
 
 
 def begin_metrics(
@@ -47,3 +48,24 @@ def begin_metrics(
         blueprint.threads.fill, blueprint.device.type == "cpu", blueprint.drives.speeds
     )
     metrics.start(machine, probe, sinks=sinks, timeline=timeline)
+
+
+def show_update(job: Job, timeline: Timeline) -> None:
+    """Show the units of a job that has ended, or was dropped: then there is no last write."""
+    for unit in job.times():
+        stages = (
+            ("disk reads", unit.read_ns),
+            ("kernels", unit.kernel_ns),
+            ("disk writes", unit.write_ns),
+        )
+        end_ns = max(ended for _, (_, ended) in stages)
+        if not unit.submitted_ns or not end_ns:
+            continue
+        timeline.span(
+            "updates", unit.name, unit.submitted_ns, end_ns,
+            released_ms=max(unit.released_ns - unit.submitted_ns, 0) / 1e6,
+            written=unit.write_ns[1] > 0,
+        )  # fmt: skip
+        for lane, (begun_ns, ended_ns) in stages:
+            if ended_ns:
+                timeline.span(lane, unit.name, begun_ns, ended_ns)

@@ -87,6 +87,7 @@ class UpdateBuilder:
         return self._pipeline.submit(
             *stack(parts), rows.table, np.full(len(units), released, np.uint8),
             unit_names=[unit.name for unit in units], keep_alive=files, checksums=True,
+            timed=metrics.timeline is not None,
         )  # fmt: skip
 
     def _template(self, unit: Unit) -> UnitTemplate:

@@ -3,7 +3,7 @@
     compute   forward, backward, step, eval, outside       stalls   what compute waited for
     units     where compute is in the model                commits  checksums, and the record
     fetches   a unit's weights: submitted ... in place     updates  a unit's: submitted ... written
-    disk reads, disk writes    an update's transfers, from the first to the last of a unit
+    disk reads, kernels, disk writes   of an update, from the first to the last of a unit
     drives    bytes per second of all traffic, between two units of compute
 
 Spans that overlap in a lane get rows of their own.  Every event is written when it ends, so memory
@@ -25,7 +25,8 @@ from offload.errors import ConfigError
 from offload.metrics.bound import Flow
 
 LANES = (
-    *("compute", "units", "stalls", "fetches", "updates", "disk reads", "disk writes", "commits"),
+    *("compute", "units", "stalls", "fetches", "updates", "kernels", "disk reads", "disk writes"),
+    "commits",
 )
 _MAX_ROWS = 32  # of a lane; then spans lie over each other in the last one
 _LOG = logging.getLogger(__name__)

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import aio
-from offload.optim.pipeline import UpdateStats
+from offload.optim.pipeline import UnitTimes, UpdateStats
 from offload.partition.unit import Role
 
 
@@ -30,6 +30,8 @@ class Job(Protocol):
 
     def cancel(self) -> None: ...
 
+    def times(self) -> list[UnitTimes]: ...
+
     def checksums(self, unit: int) -> dict[Role, NDArray[np.uint64]]: ...
 
     def close(self) -> None: ...
@@ -48,6 +50,7 @@ class Pipeline(Protocol):
         unit_names: Sequence[str],
         keep_alive: Sequence[Sequence[aio.File]],
         checksums: bool = False,
+        timed: bool = False,
     ) -> Job: ...
 
     def close(self) -> None: ...

@@ -16,7 +16,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from types import TracebackType
@@ -65,6 +65,18 @@ class UpdateStats:
     num_nonfinite: int  # segments whose updated master is not finite: an error of the step (T2)
 
 
+@dataclass(frozen=True)
+class UnitTimes:
+    """When a unit of a job was updated, in ns of time.perf_counter_ns(); 0: not (yet)."""
+
+    name: str
+    submitted_ns: int
+    released_ns: int
+    read_ns: tuple[int, int]  # the first began, the last ended
+    kernel_ns: tuple[int, int]
+    write_ns: tuple[int, int]
+
+
 def file_address(file: aio.File) -> int:
     """The `aio_file *` of an open file, for a STREAM."""
     return int(ffi.cast("uintptr_t", file.native))
@@ -95,10 +107,13 @@ def _close_pipeline(native: Any, pid: int, keep_alive: object) -> None:
 class UpdateJob:
     """The ticket of one submission.  Dropping it cancels what has not started."""
 
-    def __init__(self, job: _Job, num_units: int, unit_names: Sequence[str]) -> None:
+    def __init__(
+        self, job: _Job, num_units: int, unit_names: Sequence[str], submitted_ns: int = 0
+    ) -> None:
         self._job: _Job | None = job
         self._num_units = num_units
         self._unit_names = unit_names
+        self._submitted_ns = submitted_ns
         self._pid = os.getpid()
 
     def _open(self) -> _Job:
@@ -134,7 +149,7 @@ class UpdateJob:
                 raise TimeoutError(f"update of {self._name(unit)}: not ended after {timeout} s.")
             status = self._status(job, unit, left)
         if status < 0:
-            raise self._error(job)
+            raise _error_of(job, self._name)
 
     def done(self, unit: int | None = None) -> bool:
         """Tell whether `wait(unit)` would return, or raise, at once."""
@@ -160,6 +175,21 @@ class UpdateJob:
             most_writing=stats.most_writing,
             num_nonfinite=error.nonfinite,
         )
+
+    def times(self) -> list[UnitTimes]:
+        """When each unit was updated; all 0 unless the job was submitted with `timed=True`."""
+        job, told = self._open(), []
+        times = ffi.new("update_times *")
+        for unit, name in enumerate(self._unit_names):
+            lib.update_job_times(job.native, self._unit_index(unit), times)
+            spans = (times.read_ns, times.kernel_ns, times.write_ns)
+            told.append(
+                UnitTimes(
+                    name, self._submitted_ns, times.released_ns,
+                    *((int(span[0]), int(span[1])) for span in spans),
+                )
+            )  # fmt: skip
+        return told
 
     def checksums(self, unit: int) -> dict[Role, NDArray[np.uint64]]:
         """Return the crc32 of each MiB of every role that was written whole, for an ended unit.
@@ -214,14 +244,16 @@ class UpdateJob:
             return "all units"
         return repr(self._unit_names[unit]) if unit < len(self._unit_names) else f"unit {unit}"
 
-    def _error(self, job: _Job) -> StateError | StoreError:
-        error = ffi.new("update_error *")
-        lib.update_job_error(job.native, error)
-        if error.error == errno.ECANCELED:
-            return StateError(
-                "update: expected it to end, but it was cancelled. The last generation is intact."
-            )
-        return _transfer_error(error, self._name(error.unit))
+
+def _error_of(job: _Job, name: Callable[[int], str]) -> StateError | StoreError:
+    """What a job failed with; `name(unit)` for the message."""
+    error = ffi.new("update_error *")
+    lib.update_job_error(job.native, error)
+    if error.error == errno.ECANCELED:
+        return StateError(
+            "update: expected it to end, but it was cancelled. The last generation is intact."
+        )
+    return _transfer_error(error, name(error.unit))
 
 
 def _by_role(counts: Any) -> dict[Role, int]:
@@ -302,20 +334,22 @@ class UpdatePipeline:
         unit_names: Sequence[str] = (),
         keep_alive: object = None,
         checksums: bool = False,
+        timed: bool = False,
     ) -> UpdateJob:
         """Queue the chunks; units whose flag is 0 run up to their kernel and wait for `release`.
 
         The arrays are copied.  Files and host buffers that the chunks name stay untouched by others
         until their unit is waited for; host buffers, and files that are read after the release, may
         be filled until then.  `keep_alive` is held until the job is closed.  `checksums` makes
-        `UpdateJob.checksums` possible.
+        `UpdateJob.checksums` possible, `timed` `UpdateJob.times`.
         """
         arrays = (
             (chunks, np.dtype(CHUNK)), (segments, np.dtype(SEGMENT)), (rows, np.dtype(ROW)),
             (released, np.dtype(np.uint8)),
         )  # fmt: skip
         pointers = [_pointer(array, dtype) for array, dtype in arrays]
-        flags = lib.UPDATE_CHECKSUMS if checksums else 0
+        flags = lib.UPDATE_CHECKSUMS * checksums | lib.UPDATE_TIMES * timed
+        submitted_ns = time.perf_counter_ns() if timed else 0
         work = ffi.new("update_work *", [*pointers, *(len(array) for array, _ in arrays), flags])
         out = ffi.new("update_job **")
         own = os.getpid() == self._pid  # before the lock: a fork may have copied it locked
@@ -328,7 +362,8 @@ class UpdatePipeline:
                 f"update: expected chunks that fit their segments, rows, units and a slot, got an"
                 f" inconsistent set of {len(chunks):,} chunks ({os.strerror(-status)})."
             )
-        return UpdateJob(_Job(out[0], (self, keep_alive)), len(released), unit_names)
+        job = _Job(out[0], (self, keep_alive))
+        return UpdateJob(job, len(released), unit_names, submitted_ns)
 
     def close(self) -> None:
         """Cancel every job, wait for what is in flight, join the thread.  May be called twice."""

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 import aio
 from offload.errors import OffloadError, StateError, StoreError
 from offload.optim.packing import Packing
-from offload.optim.pipeline import UPDATE_ROLES, UpdateStats
+from offload.optim.pipeline import UPDATE_ROLES, UnitTimes, UpdateStats
 from offload.optim.torch_rule import TorchRule
 from offload.optim.torch_update import ChunkMemory, Work, update_chunk
 from offload.partition.unit import Role
@@ -88,6 +88,12 @@ class TorchJob:
         with self._pipeline.changed:
             return self._progress.stats()
 
+    def times(self) -> list[UnitTimes]:
+        """When each unit was updated; nothing unless submitted with `timed=True`."""
+        with self._pipeline.changed:
+            pairs = zip(self.work.unit_names, self._progress.times, strict=False)
+            return [times.of(name) for name, times in pairs]
+
     def checksums(self, unit: int) -> dict[Role, NDArray[np.uint64]]:
         """The crc32 of each MiB of every role that was written whole, as `UpdateJob.checksums`."""
         if not self.work.checksums:
@@ -116,6 +122,25 @@ class TorchJob:
         return self._complete(unit) or (progress.error is not None and not progress.num_active)
 
 
+class Times:
+    """When a unit's stages first began and last ended, in ns; 0: not yet."""
+
+    def __init__(self, submitted_ns: int) -> None:
+        self._submitted_ns = submitted_ns
+        self._spans = {"read": [0, 0], "kernel": [0, 0], "write": [0, 0]}
+        self.released_ns = 0
+
+    def mark(self, stage: str, *, end: int) -> None:
+        """A stage begins (`end` 0) or ends (1) now."""
+        span = self._spans[stage]
+        if end or not span[0]:
+            span[end] = time.perf_counter_ns()
+
+    def of(self, name: str) -> UnitTimes:
+        read, kernel, write = ((begun, ended) for begun, ended in self._spans.values())
+        return UnitTimes(name, self._submitted_ns, self.released_ns, read, kernel, write)
+
+
 class _Progress:
     """How far a job is."""
 
@@ -131,9 +156,15 @@ class _Progress:
         self.num_elems = 0
         self.num_nonfinite = 0
         self.update_s = 0.0
+        self.times: list[Times] = []  # of units; empty: not wanted
         self.sums = [
             {role: BlockSums() for role in _written(work, unit)} for unit in range(num_units)
         ]
+
+    def mark(self, unit: int, stage: str, *, end: int) -> None:
+        """Note the time of a unit's stage, if that is wanted."""
+        if self.times:
+            self.times[unit].mark(stage, end=end)
 
     def stats(self) -> UpdateStats:
         return UpdateStats(
@@ -211,11 +242,14 @@ class TorchPipeline:
         unit_names: Sequence[str],
         keep_alive: Sequence[Sequence[aio.File]],  # every file that the chunks name
         checksums: bool = False,
+        timed: bool = False,
     ) -> TorchJob:
         """Queue the chunks of released units; the others wait for `release`."""
         files = [file for some in keep_alive for file in some]
         work = Work.of(chunks, segments, rows, files, unit_names, checksums=checksums)
         job = TorchJob(self, work, [bool(flag) for flag in released])
+        if timed:
+            job.progress.times = [Times(time.perf_counter_ns()) for _ in released]
         with self.changed:
             if self._stopping:
                 raise StateError("update pipeline: expected an open one, got a closed one.")
@@ -229,6 +263,8 @@ class TorchPipeline:
             fresh = [unit for unit in units if not job.progress.released[unit]]
             for unit in fresh:
                 job.progress.released[unit] = True
+                if job.progress.times:
+                    job.progress.times[unit].released_ns = time.perf_counter_ns()
             self._enqueue(job, fresh)
 
     def fail(self, job: TorchJob, error: OffloadError) -> None:
@@ -325,6 +361,7 @@ class TorchPipeline:
         return active
 
     def _read(self, active: _Active) -> None:
+        active.job.progress.mark(active.chunk.unit, "read", end=0)
         active.tickets = [
             self._queue.read(file, memory, offset, deadline=active.chunk.deadline)
             for _, file, memory, offset in active.chunk.reads()
@@ -333,9 +370,13 @@ class TorchPipeline:
     def _update(self, active: _Active) -> None:
         _wait(active)
         job, chunk = active.job, active.chunk
+        job.progress.mark(chunk.unit, "read", end=1)
+        job.progress.mark(chunk.unit, "kernel", end=0)
         begin = time.perf_counter()
         num_elems, num_nonfinite = update_chunk(self.rule, chunk)
         spent = time.perf_counter() - begin
+        job.progress.mark(chunk.unit, "kernel", end=1)
+        job.progress.mark(chunk.unit, "write", end=0)
         active.tickets = [
             self._queue.write(file, memory, offset, deadline=chunk.deadline)
             for _, file, memory, offset in chunk.writes()
@@ -356,6 +397,7 @@ class TorchPipeline:
     def _end(self, active: _Active) -> None:
         """The chunk is over: written, or given up."""
         progress = active.job.progress
+        progress.mark(active.chunk.unit, "write", end=1)
         with self.changed:
             progress.num_active -= 1
             if progress.error is None:
