@@ -202,7 +202,7 @@ class Run:
             for step in range(first + 1, last + 1):
                 row = self.one_step()
                 self.record.add(step=step, **row)
-                bar.set_postfix_str(describe(row), refresh=False)
+                bar.set_postfix_str(self.describe(row), refresh=False)
                 bar.update()
                 due = self.args.eval_every and step % self.args.eval_every == 0
                 if due and step < last:
@@ -235,6 +235,11 @@ class Run:
             "write_bytes": now[1] - written,
             "phases": {} if self.args.no_offload else dict(self.trainer.metrics.last["seconds"]),
         }
+
+    def describe(self, row: dict[str, Any]) -> str:
+        """For the progress bar."""
+        words = f"loss {row['loss']:.3f}, {row['tokens_per_s']:.0f} tokens/s"
+        return words if self.args.no_offload else f"{words}, {self.trainer.metrics.short()}"
 
     def traffic(self) -> tuple[int, int]:
         if self.args.no_offload:
@@ -271,14 +276,6 @@ class Run:
         draw(self.record, entropy, picture)
         print(f"validation loss {loss:.3f} nats per token; unigram entropy {entropy:.3f}")
         print(f"numbers: {self.record.path}   curve: {picture}")
-
-
-def describe(row: dict[str, Any]) -> str:
-    phases = " ".join(f"{name} {seconds:.2f}s" for name, seconds in row["phases"].items())
-    return (
-        f"loss {row['loss']:.3f}, {row['tokens_per_s']:.0f} tokens/s,"
-        f" GB read {row['read_bytes'] / 1e9:.2f} written {row['write_bytes'] / 1e9:.2f}, {phases}"
-    )
 
 
 def main() -> None:
