@@ -27,11 +27,16 @@ CHUNK_MULTIPLE, INT8_CHUNK_MULTIPLE = 2048, 262144
 DTYPES = {
     "bfloat16": torch.bfloat16,
     "bf16": torch.bfloat16,
+    "float16": torch.float16,
+    "fp16": torch.float16,
     "float32": torch.float32,
     "fp32": torch.float32,
 }
 
-
+_SCALING = (
+    "loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis",
+    "consecutive_hysteresis", "min_loss_scale",
+)  # fmt: skip
 PLACES = ("auto", "host", "disk")
 
 
@@ -53,6 +58,13 @@ class EngineConfig:
     gradient_clipping: float = 0.0  # 0: no clipping
     dtype: torch.dtype = torch.bfloat16  # what moves
     compute_dtype: torch.dtype | None = None  # what computes
+    # With dtype=float16, as DeepSpeed names and means them:
+    loss_scale: float = 0.0  # fixed; 0: dynamic
+    initial_scale_power: int = 16  # the first scale is 2 to this power
+    loss_scale_window: int = 1000  # steps without overflow until the scale doubles
+    hysteresis: int = 2  # overflows until it halves
+    consecutive_hysteresis: bool = False  # any step without overflow starts their count anew
+    min_loss_scale: float = 1.0
     state_dtype: str = "fp32"  # of the optimizer's state; see STATE_DTYPES
     host_memory: int | None = None
     device_memory: int | None = None
@@ -94,7 +106,7 @@ def parse_bytes(value: int | float | str, name: str) -> int:
 def _dtype(value: Any, name: str) -> torch.dtype:
     found = value if isinstance(value, torch.dtype) else DTYPES.get(str(value))
     if found not in DTYPES.values():
-        raise ConfigError(f"{name}: expected bfloat16 or float32, got {value}.")
+        raise ConfigError(f"{name}: expected bfloat16, float16 or float32, got {value}.")
     assert found is not None
     return found
 
@@ -204,7 +216,8 @@ def make_config(
     for key in ("metrics_path", "timeline_path"):
         if key in merged:
             merged[key] = Path(merged[key])
-    return _checked(EngineConfig(**merged))
+    config = _checked(EngineConfig(**merged))
+    return _with_types(config, chosen=[key for key in _SCALING if key in settings])
 
 
 def _checked(config: EngineConfig) -> EngineConfig:
@@ -243,15 +256,36 @@ def _checked(config: EngineConfig) -> EngineConfig:
             f"chunk_elems: expected a multiple of {multiple}"
             f"{why if config.state_dtype == 'int8' else ''}, got {chunk}."
         )
-    if config.dtype is torch.float32 and config.compute_dtype is torch.bfloat16:
-        return replace(config, dtype=torch.bfloat16)
+    return config
+
+
+def _with_types(config: EngineConfig, *, chosen: Sequence[str]) -> EngineConfig:
+    """Move no more than what computes; refuse 16-bit types that do not go together.
+
+    `chosen`: what the user said of the loss scale.
+    """
+    half = (torch.bfloat16, torch.float16)
+    computes = config.compute_dtype
+    if config.dtype is torch.float32 and computes in half:
+        config = replace(config, dtype=computes)
+    if computes in half and computes is not config.dtype:
+        raise ConfigError(
+            f"compute_dtype: expected {config.dtype} or torch.float32 with dtype={config.dtype},"
+            f" got {computes}. Use the same type for both."
+        )
+    if chosen and config.dtype is not torch.float16:
+        raise ConfigError(
+            f"{chosen[0]}: expected dtype=torch.float16 with it, got {config.dtype}, which needs no"
+            " loss scale. Leave it out."
+        )
     return config
 
 
 def _check_numbers(config: EngineConfig) -> None:
     least = {"gradient_clipping": 0.0, "param_persistence_threshold": 0,
-             "gradient_accumulation_steps": 1, "update_threads": 1,
-             "steps_per_print": 1}  # fmt: skip
+             "gradient_accumulation_steps": 1, "update_threads": 1, "steps_per_print": 1,
+             "loss_scale": 0.0, "initial_scale_power": 0, "loss_scale_window": 1,
+             "hysteresis": 1, "min_loss_scale": 2.0**-24}  # fmt: skip
     for key, bound in least.items():
         value = getattr(config, key)
         if value is not None and not (math.isfinite(value) and value >= bound):

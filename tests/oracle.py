@@ -3,12 +3,15 @@
 No engine code: the model holds its own parameters, autograd its own gradients, and the state is
 one flat tensor per role and parameter.  What DESIGN promises about numbers is spelt out here once:
 
-    weight   = convert(hi) to compute_dtype            (dtype float32: the whole master)
+    weight   = convert(hi) to compute_dtype            (dtype float32: the whole master;
+                                                        float16: the master rounded to it)
     gradient = round(p.grad) to dtype, fp32 sum where a step has several micro-steps
     norm     = sqrt of the fp64 sum, over named_parameters(), of each tensor's sum of squares
     state    = fp32; bf16; or eight bits with a scale per 256 elements, but fp32 in vectors and
                embeddings
     update   = kernels.update on whole tensors, grad_scale = max_norm / (norm + 1e-6) below 1
+    float16  : the caller multiplies the loss by `scale`; norm and grad_scale are divided by it;
+               it halves where a step is skipped and doubles after `window` others
 """
 
 from __future__ import annotations
@@ -25,10 +28,10 @@ from offload import kernels
 
 @dataclass
 class State:
-    """One parameter: its split master, moments and step count."""
+    """One parameter: its master in two halves, or whole beside its weight; moments, step count."""
 
-    hi: Tensor  # (numel,) bf16
-    lo: Tensor  # (numel,) int16
+    hi: Tensor  # (numel,) bf16; or fp16: the weight
+    lo: Tensor  # (numel,) int16; or fp32: the master
     moments: tuple[kernels.State, kernels.State]
     key: int  # of the name: chooses how moments are rounded
     step: int = 0
@@ -49,6 +52,8 @@ class State:
 
     @property
     def master(self) -> Tensor:
+        if self.lo.dtype is torch.float32:
+            return self.lo.clone()
         joined = torch.empty(self.hi.numel())
         kernels.join(self.hi, self.lo, joined)
         return joined
@@ -86,6 +91,9 @@ class Oracle:
     clipping: float = 0.0
     decoupled: bool = True
     state_dtype: str = "fp32"
+    scale: float = 1.0
+    window: int = 1000
+    good_steps: int = 0  # since the scale changed
     states: dict[str, State] = field(default_factory=dict)  # of trainable parameters
     grad_norm: float = math.nan
 
@@ -95,7 +103,8 @@ class Oracle:
         packs = self.state_dtype == "int8"
         for name, param in self.model.named_parameters():
             plain = param.dim() < 2 or id(param) in embeddings
-            state = _split(name, param, "fp32" if plain and packs else self.state_dtype)
+            kept = "fp32" if plain and packs else self.state_dtype
+            state = _split(name, param, kept, half=self.dtype is torch.float16)
             self._fill(param, state)
             if param.requires_grad:
                 self.states[name] = state
@@ -116,14 +125,24 @@ class Oracle:
     def step(self) -> bool:
         """Update from the kept gradients; False where a non-finite one skipped the step."""
         live = {name: state for name, state in self.states.items() if state.kept is not None}
-        self.grad_norm = _norm(live.values())
+        self.grad_norm = _norm(live.values()) / self.scale
         finite = math.isfinite(self.grad_norm)
         for name, param in self.model.named_parameters():
             if finite and name in live:
                 self._update(name, live[name])
                 self._fill(param, live[name])
         self.drop_gradients()
+        self._rescale(finite)
         return finite
+
+    def _rescale(self, finite: bool) -> None:
+        if self.dtype is not torch.float16:
+            return
+        self.good_steps = self.good_steps + 1 if finite else 0
+        if not finite:
+            self.scale /= 2
+        elif self.good_steps == self.window:
+            self.scale, self.good_steps = self.scale * 2, 0
 
     def _update(self, name: str, state: State) -> None:
         group = next(group for group in self.groups if group.part in name)
@@ -136,9 +155,10 @@ class Oracle:
             group.weight_decay,
             state.step,
             decoupled=self.decoupled,
-            grad_scale=min(factor, 1.0),
+            grad_scale=min(factor, 1.0) / self.scale,
         )
-        master, origin = kernels.Split(state.hi, state.lo), kernels.Origin(state.key)
+        half, origin = self.dtype is torch.float16, kernels.Origin(state.key)
+        master = kernels.Whole(state.lo, state.hi) if half else kernels.Split(state.hi, state.lo)
         kernels.update(master, state.moments, state.kept, row=row, origin=origin)
 
     def _fill(self, param: Tensor, state: State) -> None:
@@ -154,11 +174,14 @@ _DTYPES = {
 }
 
 
-def _split(name: str, param: Tensor, state_dtype: str) -> State:
+def _split(name: str, param: Tensor, state_dtype: str, *, half: bool) -> State:
     master = param.detach().float().flatten().contiguous()
     hi = torch.empty(master.numel(), dtype=torch.bfloat16)
     lo = torch.empty(master.numel(), dtype=torch.int16)
-    kernels.split(master, hi, lo)
+    if half:
+        hi, lo = master.half(), master.clone()
+    else:
+        kernels.split(master, hi, lo)
     moments = []
     for moment, dtype in zip(("exp_avg", "exp_avg_sq"), _DTYPES[state_dtype], strict=True):
         scale = torch.zeros(-(-len(master) // 256)) if state_dtype == "int8" else None

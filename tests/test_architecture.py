@@ -26,7 +26,7 @@ LEVELS: tuple[frozenset[str], ...] = (
     frozenset({"engine"}),
     frozenset({"checkpoint", "interchange"}),  # the facade delegates to them
     frozenset({"runtime", "optim"}),
-    frozenset({"schedule", "store", "memory"}),
+    frozenset({"schedule", "store", "memory", "masters"}),
     frozenset({"partition"}),
     frozenset({"config", "crc", "metrics", "kernels", "profile", "threads"}),
     frozenset({"errors"}),

@@ -134,6 +134,7 @@ static inline uint64_t *update_write_times(update_times *times) { return times->
 
 /* pipeline.c */
 void *update_stream_memory(const struct slot *slot, uint32_t role); /* where the kernel works */
+bool update_is_whole(const update_chunk *chunk); /* is the master whole? */
 uint64_t update_data_bytes(const update_chunk *chunk, uint32_t role);   /* of the elements */
 uint64_t update_stream_bytes(const update_chunk *chunk, uint32_t role); /* rounded up, as transfers are */
 uint64_t update_slot_offset(const update_chunk *chunk, uint32_t role);  /* of a role; UPDATE_NUM_ROLES: what all need */

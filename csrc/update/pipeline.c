@@ -1,12 +1,14 @@
 /* Open and close; where a stream of a chunk lies.
  *
- *   slot   [ param | master_lo | states | scales | grad ]     those that are not in host memory, each 4096-aligned
+ *   slot   [ param | master_lo or master | states | scales | grad ]     those that are not in host memory, each 4096-aligned
  */
 #include <errno.h>
 #include <signal.h>
 #include <stdlib.h>
 
 #include "internal.h"
+
+bool update_is_whole(const update_chunk *chunk) { return chunk->streams[UPDATE_MASTER].elem_bytes != 0; }
 
 uint64_t update_data_bytes(const update_chunk *chunk, uint32_t role)
 {

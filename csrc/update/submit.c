@@ -28,8 +28,12 @@ static bool width_is_valid(const update_chunk *chunk, uint32_t role)
         const update_stream *state = &chunk->streams[role - UPDATE_SCALE_0 + UPDATE_STATE_0];
         return stream->elem_bytes == (state->elem_bytes && is_8_bits(state) ? 4u : 0u);
     }
+    case UPDATE_MASTER_LO:
+        return stream->elem_bytes == (update_is_whole(chunk) ? 0u : 2u);
+    case UPDATE_MASTER:
+        return stream->elem_bytes == 0 || stream->elem_bytes == 4;
     default:
-        return stream->elem_bytes == 2;
+        return stream->elem_bytes == 2 && (!update_is_whole(chunk) || stream->format == SIMD_BF16 || stream->format == SIMD_F16);
     }
 }
 
@@ -55,10 +59,14 @@ static bool chunk_is_valid(const update_pipeline *pipeline, const update_work *w
             return false;
     if (update_slot_offset(chunk, UPDATE_NUM_ROLES) > pipeline->slot_bytes)
         return false;
+    uint64_t end = 0; /* of the segment before */
     for (uint32_t i = 0; i < chunk->num_segments; i++) {
         const update_segment *segment = &work->segments[chunk->first_segment + i];
         if ((uint64_t)segment->start + segment->num_elems > chunk->num_elems)
             return false;
+        if (update_is_whole(chunk) && segment->start < end)
+            return false;
+        end = (uint64_t)segment->start + segment->num_elems;
         if (segment->row != UPDATE_COPY && segment->row >= work->num_rows)
             return false;
     }

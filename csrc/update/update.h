@@ -31,22 +31,24 @@
 #include "../aio/aio.h"
 #include "../simd/simd.h"
 
-/* States: an algorithm's first and second, for Adam exp_avg and exp_avg_sq.  Scales: of states in eight bits, 4 bytes for
- * each SIMD_BLOCK elements. */
-enum update_role { UPDATE_PARAM = 0, UPDATE_MASTER_LO = 1, UPDATE_STATE_0 = 2, UPDATE_STATE_1 = 3, UPDATE_SCALE_0 = 4,
-                   UPDATE_SCALE_1 = 5, UPDATE_GRAD = 6, UPDATE_NUM_ROLES = 7 };
+/* A chunk has a split master (param, master_lo), or a whole one beside its weight (param, master): the weight is then only
+ * written, the master rounded.  States: an algorithm's first and second, for Adam exp_avg and exp_avg_sq.  Scales: of states
+ * in eight bits, 4 bytes for each SIMD_BLOCK elements. */
+enum update_role { UPDATE_PARAM = 0, UPDATE_MASTER_LO = 1, UPDATE_MASTER = 2, UPDATE_STATE_0 = 3, UPDATE_STATE_1 = 4,
+                   UPDATE_SCALE_0 = 5, UPDATE_SCALE_1 = 6, UPDATE_GRAD = 7, UPDATE_NUM_ROLES = 8 };
 
 /* Where one role of one chunk comes from and goes to.  Exactly one of `host` / a slot holds it while the kernel runs. */
 typedef struct update_stream {
     void *host;                 /* resident: the kernel works here, in place, nothing is read; NULL: in a slot.
                                    Holds at least the bytes of the elements, rounded up to 4096.  Not looked at before
                                    the unit's release. */
-    const aio_file *read_file;  /* NULL with host == NULL: zero-filled (moments known to be zero) */
+    const aio_file *read_file;  /* NULL with host == NULL: zero-filled (moments known to be zero), or made from the master */
     uint64_t read_offset;
     const aio_file *write_file; /* NULL: not written */
     uint64_t write_offset;
     uint32_t elem_bytes;        /* 1, 2 or 4; of a scale: 4 a block; 0: the chunk has no such role */
-    uint16_t format;            /* enum simd_format, of the gradient and of states; 0 elsewhere */
+    uint16_t format;            /* enum simd_format, of the gradient, of states and of the weight of a whole master; 0
+                                   elsewhere */
     uint16_t flags;             /* enum update_stream_flags */
 } update_stream;
 
@@ -64,7 +66,8 @@ typedef struct update_chunk {
     update_stream streams[UPDATE_NUM_ROLES];
 } update_chunk;
 
-/* A chunk x tensor piece.  Elements that no segment covers, and segments with row == UPDATE_COPY, are copied through. */
+/* A chunk x tensor piece.  Elements that no segment covers, and segments with row == UPDATE_COPY, are copied through.
+ * With a whole master the segments of a chunk stand in the order of its elements. */
 #define UPDATE_COPY 0xffffffffu
 typedef struct update_segment {
     uint32_t start; /* elements from the chunk's first */

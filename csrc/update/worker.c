@@ -44,7 +44,7 @@ static void fill_slot(struct slot *slot)
         void *memory = update_stream_memory(slot, role);
         if (stream->flags & UPDATE_COPY_IN)
             memcpy(memory, stream->host, update_stream_bytes(chunk, role));
-        else if (!stream->host && !stream->read_file)
+        else if (!stream->host && !stream->read_file && !(role == UPDATE_PARAM && update_is_whole(chunk)))
             memset(memory, 0, update_stream_bytes(chunk, role));
     }
 }
@@ -55,18 +55,39 @@ struct totals {
     int error; /* -errno */
 };
 
+static void place_master(const struct slot *slot, size_t start, simd_streams *at)
+{
+    uint16_t *param = (uint16_t *)update_stream_memory(slot, UPDATE_PARAM) + start;
+    if (update_is_whole(slot_chunk(slot))) {
+        at->master = (float *)update_stream_memory(slot, UPDATE_MASTER) + start;
+        at->weight = param;
+        at->weight_format = slot_chunk(slot)->streams[UPDATE_PARAM].format;
+    } else {
+        at->hi = param;
+        at->lo = (int16_t *)update_stream_memory(slot, UPDATE_MASTER_LO) + start;
+    }
+}
+
+/* Weights of elements [start, stop) that are not updated: what is written must have them, and they were not read. */
+static void round_master(const struct slot *slot, size_t start, size_t stop)
+{
+    simd_streams at = {0};
+    place_master(slot, start, &at);
+    if (at.master && stop > start)
+        simd_convert(at.master, SIMD_F32, at.weight, at.weight_format, stop - start);
+}
+
 static void run_segment(struct slot *slot, const update_segment *segment, struct totals *totals)
 {
     const update_stream *grad = &slot_chunk(slot)->streams[UPDATE_GRAD];
     const size_t start = segment->start;
     simd_streams at = {
-        .hi = (uint16_t *)update_stream_memory(slot, UPDATE_PARAM) + start,
-        .lo = (int16_t *)update_stream_memory(slot, UPDATE_MASTER_LO) + start,
         .grad = (uint8_t *)update_stream_memory(slot, UPDATE_GRAD) + start * grad->elem_bytes,
         .grad_format = grad->format,
         .key = segment->key,
         .first = segment->first,
     };
+    place_master(slot, start, &at);
     for (uint32_t i = 0; i < 2; i++) {
         const update_stream *state = &slot_chunk(slot)->streams[UPDATE_STATE_0 + i];
         at.state_format[i] = state->format;
@@ -87,9 +108,15 @@ static struct totals run_kernels(struct slot *slot)
     const update_chunk *chunk = slot_chunk(slot);
     const update_segment *segments = slot->job->segments + chunk->first_segment;
     struct totals totals = {0};
-    for (uint32_t i = 0; i < chunk->num_segments && !totals.error; i++)
-        if (segments[i].row != UPDATE_COPY)
-            run_segment(slot, &segments[i], &totals);
+    size_t done = 0; /* elements whose weights are made */
+    for (uint32_t i = 0; i < chunk->num_segments && !totals.error; i++) {
+        if (segments[i].row == UPDATE_COPY)
+            continue;
+        round_master(slot, done, segments[i].start);
+        run_segment(slot, &segments[i], &totals);
+        done = (size_t)segments[i].start + segments[i].num_elems;
+    }
+    round_master(slot, done, chunk->num_elems);
     return totals;
 }
 

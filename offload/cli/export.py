@@ -16,7 +16,7 @@ from offload.cli import shell
 @click.argument("out", type=click.Path(path_type=Path))
 @click.option(
     "--dtype",
-    type=click.Choice(["bf16", "fp32"]),
+    type=click.Choice(["bf16", "fp16", "fp32"]),
     help="Default: what the store moves.",
 )
 @click.option(
@@ -41,8 +41,8 @@ def command(
     from offload.engine.generation import decode
     from offload.interchange import export, stored
 
-    if zero_to_fp32 and dtype == "bf16":
-        raise click.BadParameter("expected fp32 with --zero-to-fp32, got bf16.")
+    if zero_to_fp32 and dtype not in (None, "fp32"):
+        raise click.BadParameter(f"expected fp32 with --zero-to-fp32, got {dtype}.")
     chosen = "fp32" if zero_to_fp32 else dtype
     with shell.one_line(), contextlib.ExitStack() as closing:
         source = closing.enter_context(stored.open_source([_resolve(path) for path in sources]))

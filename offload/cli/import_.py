@@ -19,7 +19,10 @@ from offload.cli import shell
     help="Folder on a local drive for the store; repeat it for several drives.",
 )  # fmt: skip
 @click.option("--name", help="Name of the store; default: the model's class and layout.")
-@click.option("--dtype", type=click.Choice(["bf16", "fp32"]), default="bf16", show_default=True)
+@click.option(
+    "--dtype", type=click.Choice(["bf16", "fp16", "fp32"]), default="bf16",
+    show_default=True,
+)  # fmt: skip
 @click.option(
     "--make", metavar="MODULE:FUNCTION",
     help="What builds the model, where config.json does not tell.",

@@ -11,7 +11,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ from offload.partition.chunk import CHUNK_MULTIPLE
 from offload.partition.described import describe_units, tensors_of
 from offload.partition.states import WHOLE_STATE_BYTES, Role, StateTable
 from offload.partition.unit import Unit, round_up
+from offload.partition.weights import Weights
 from offload.runtime.discover import Discovery, discover
 from offload.schedule.placement import (
     Formats,
@@ -66,11 +67,6 @@ class Blueprint:
     states: StateTable
 
     @property
-    def exact(self) -> bool:
-        """Whole fp32 weights move (DESIGN T4)."""
-        return self.config.dtype is torch.float32
-
-    @property
     def units(self) -> tuple[Unit, ...]:
         """All units, the persistent one last."""
         return self.found.units + ((self.found.persistent,) if self.found.persistent else ())
@@ -88,18 +84,18 @@ def plan(model: nn.Module, config: EngineConfig, rule: Rule) -> Blueprint:
     """Decide everything; raises ConfigError or BudgetError."""
     device = config.device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     compute = config.compute_dtype or default_compute_dtype(device, config.dtype)
-    exact = config.dtype is torch.float32
-    states = choose_states(rule, config.state_dtype)
+    weights = Weights(str(config.dtype).removeprefix("torch."))
+    states = replace(choose_states(rule, config.state_dtype), weights=weights)
     found = discover(
-        model, persistence_threshold=config.param_persistence_threshold, exact=exact,
-        states=states, state_elems=_state_elems(rule),
+        model, persistence_threshold=config.param_persistence_threshold, states=states,
+        state_elems=_state_elems(rule),
     )  # fmt: skip
     if not found.parameters:
         raise ConfigError(f"model {type(model).__name__}: expected float parameters, got none.")
     several = config.gradient_accumulation_steps > 1
     formats = Formats(
-        weight=4 if exact else 2, compute=compute.itemsize, grad=4 if several or exact else 2,
-        states=states,
+        weight=weights.fetched_bytes, compute=compute.itemsize,
+        grad=4 if several else config.dtype.itemsize, states=states,
     )  # fmt: skip
     least = device_least_bytes(found.units, found.persistent, formats)
     largest = max((unit.num_elems for unit in found.units), default=0) * formats.compute
@@ -112,13 +108,13 @@ def plan(model: nn.Module, config: EngineConfig, rule: Rule) -> Blueprint:
     whole = max((round_up(unit.num_elems, CHUNK_MULTIPLE) for unit in found.units), default=None)
     # Beside another owner nothing may be kept: it changes what is read.
     fixed = packings or config.read_only
-    offered = [] if fixed else offer(found.units, config, exact=exact)
+    offered = [] if fixed else offer(found.units, config, weights.fetched)
     placement = place(
         found.units, found.persistent, formats, host_memory=host,
         chunk_elems=whole if packings else config.chunk_elems,
         offered=offered,
     )  # fmt: skip
-    check_forced(offered, placement.resident, config.placement, exact=exact)
+    check_forced(offered, placement.resident, config.placement, fetched=weights.fetched)
     threads = plan_threads(
         Processors.here(), beside_compute=device.type == "cpu" and config.overlap != "hold",
         update_threads=config.update_threads, update_cpus=config.update_cpus,
@@ -129,14 +125,14 @@ def plan(model: nn.Module, config: EngineConfig, rule: Rule) -> Blueprint:
     )  # fmt: skip
 
 
-def offer(units: Sequence[Unit], config: EngineConfig, *, exact: bool) -> list[Candidate]:
+def offer(units: Sequence[Unit], config: EngineConfig, fetched: Sequence[Role]) -> list[Candidate]:
     """What may stay in host memory."""
 
     def role_bytes(unit: Unit, role: Role) -> int:
         return UnitExtents.of(unit).role_bytes[role]
 
     roles = units[0].roles if units else ()
-    return list(candidates(units, roles, role_bytes, exact=exact, wanted=config.placement))
+    return list(candidates(units, roles, role_bytes, fetched=fetched, wanted=config.placement))
 
 
 def choose_states(rule: Rule, dtype: str) -> StateTable:
@@ -176,9 +172,9 @@ def pack(rule: Rule, units: Iterable[Unit]) -> dict[str, Packing]:
 
 
 def default_compute_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
-    """bf16 where products of bf16 are native, else fp32 (5 to 200 times faster there, FACTS)."""
-    if dtype is torch.float32:
-        return torch.float32
+    """16 bits where their products are native, else fp32 (5 to 200 times faster there, FACTS)."""
+    if dtype is not torch.bfloat16:
+        return dtype if device.type == "cuda" else torch.float32
     native = device.type == "cuda" or torch.ops.mkldnn._is_mkldnn_bf16_supported()
     if native and device.type == "cpu":
         flags = _cpu_flags()

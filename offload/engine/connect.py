@@ -29,6 +29,7 @@ from offload.memory.host import trim_heap
 from offload.metrics import Metrics
 from offload.optim.choice import progress_of
 from offload.optim.jobs import Pipeline
+from offload.optim.loss_scale import LossScale
 from offload.optim.pipeline import UpdatePipeline
 from offload.optim.rules import Progress
 from offload.optim.torch_pipeline import TorchPipeline
@@ -90,6 +91,7 @@ class Parts:
     stepper: Stepper
     speculator: Speculator
     counts: Progress
+    scale: LossScale
     reader: Reader
     editor: Editor
     names_by_id: dict[int, str]  # parameters
@@ -165,7 +167,8 @@ def _build(ground: Ground, captures: Captures) -> Parts:
     guard, residency = _residency(ground)
     keeper = _keeper(ground)
     ground.closing.callback(keeper.close)
-    stepper, speculator, counts = _optimization(ground, captures, residency, keeper)
+    scale = LossScale(blueprint.config)
+    stepper, speculator, counts = _optimization(ground, captures, residency, keeper, scale)
     keeper.before_take = speculator.before_take
     guard.kept = lambda unit, name: name in keeper[unit].has_grad
     hooks = Hooks(
@@ -179,16 +182,21 @@ def _build(ground: Ground, captures: Captures) -> Parts:
     editor = Editor(
         residency, ground.ledger, reader, ground.queue, ground.persistent,
         resident=ground.resident, chunk_elems=blueprint.placement.chunk_elems,
-        exact=blueprint.exact, capture=captures.state, stop_updates=speculator.discard,
+        capture=captures.state, stop_updates=speculator.discard,
     )  # fmt: skip
     names = {id(parameter): name for name, parameter in blueprint.found.parameters.items()}
     return Parts(
-        ground, keeper, residency, guard, hooks, stepper, speculator, counts, reader, editor, names
+        ground, keeper, residency, guard, hooks, stepper, speculator, counts, scale, reader,
+        editor, names,
     )  # fmt: skip
 
 
 def _optimization(
-    ground: Ground, captures: Captures, residency: Residency, keeper: GradientKeeper
+    ground: Ground,
+    captures: Captures,
+    residency: Residency,
+    keeper: GradientKeeper,
+    scale: LossScale,
 ) -> tuple[Stepper, Speculator, Progress]:
     blueprint, placement = ground.blueprint, ground.blueprint.placement
     config = blueprint.config
@@ -196,14 +204,14 @@ def _optimization(
     ground.closing.callback(pipeline.close)
     builder = UpdateBuilder(
         pipeline, ground.ledger, keeper, ground.persistent, resident=ground.resident,
-        chunk_elems=placement.chunk_elems, exact=blueprint.exact,
+        chunk_elems=placement.chunk_elems,
     )  # fmt: skip
     counts = progress_of(blueprint.rule)
     units = blueprint.found.units
     stepper = Stepper(
         units, blueprint.found.persistent, names=list(blueprint.found.parameters),
         max_norm=config.gradient_clipping, groups=captures.groups, ledger=ground.ledger,
-        keeper=keeper, builder=builder, counts=counts, metrics=ground.metrics,
+        keeper=keeper, builder=builder, counts=counts, scale=scale, metrics=ground.metrics,
     )  # fmt: skip
     speculator = Speculator(
         config.overlap, {unit.index: unit for unit in units}, builder, ground.ledger, keeper,
@@ -243,13 +251,13 @@ def _load(ground: Ground, places: Mapping[str, FilePlace]) -> None:
             chunk_elems=chunk_elems,
         )  # fmt: skip
         write_initial(
-            ground.ledger, ground.queue, units, small, slots=ground.memory.fetch,
+            ground.ledger, ground.queue, units, small, memory=ground.memory.fetch.region,
             chunk_elems=chunk_elems, values=values,
         )  # fmt: skip
     ground.resident.reload(unit.index for unit in units)
     if small is not None:
         small.bound.hold()
-        small.refresh(ground.device, exact=blueprint.exact)
+        small.refresh(ground.device)
 
 
 def _residency(ground: Ground) -> tuple[ParameterGuard, Residency]:
@@ -262,7 +270,7 @@ def _residency(ground: Ground) -> tuple[ParameterGuard, Residency]:
     trim_heap()
     fetcher = Fetcher(
         ground.queue, ground.memory.fetch, ground.ledger, ground.device, resident=ground.resident,
-        chunk_elems=blueprint.placement.chunk_elems, exact=blueprint.exact, metrics=ground.metrics,
+        chunk_elems=blueprint.placement.chunk_elems, metrics=ground.metrics,
     )  # fmt: skip
     ground.closing.callback(fetcher.discard)
     residency = Residency(
@@ -274,7 +282,7 @@ def _residency(ground: Ground) -> tuple[ParameterGuard, Residency]:
 
 def _keeper(ground: Ground) -> GradientKeeper:
     blueprint = ground.blueprint
-    dtype = torch.bfloat16 if blueprint.formats.grad == 2 else torch.float32
+    dtype = blueprint.config.dtype if blueprint.formats.grad == 2 else torch.float32
     first = 0
     kept = []
     for unit in blueprint.units:

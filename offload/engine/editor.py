@@ -19,13 +19,13 @@ from typing import Any
 import torch
 
 import aio
-from offload import kernels
+from offload import kernels, masters
 from offload.engine.generation import encode
 from offload.engine.ledger import Ledger
 from offload.engine.reader import Reader
 from offload.engine.rewriting import commit_rewritten
 from offload.partition.chunk import Chunk, chunks_of
-from offload.partition.states import HALVES, MOMENTS
+from offload.partition.states import MOMENTS
 from offload.partition.unit import STORE_ALIGN_BYTES, Role, Unit, round_up
 from offload.runtime.binding import BoundUnit
 from offload.runtime.persistent import PersistentState
@@ -39,7 +39,7 @@ class Editor:
     def __init__(
         self, residency: Residency, ledger: Ledger, reader: Reader, queue: aio.Queue,
         persistent: PersistentState | None, *,
-        resident: ResidentBuffers, chunk_elems: int, exact: bool,
+        resident: ResidentBuffers, chunk_elems: int,
         capture: Callable[[], Mapping[str, Any]], stop_updates: Callable[[], None],
     ) -> None:  # fmt: skip
         self._residency = residency
@@ -49,7 +49,6 @@ class Editor:
         self._persistent = persistent
         self._resident = resident
         self._chunk_elems = chunk_elems
-        self._exact = exact
         self._capture = capture
         self._stop_updates = stop_updates
 
@@ -91,7 +90,7 @@ class Editor:
 
     def _stored(self, bound: BoundUnit, chunk: Chunk) -> torch.Tensor:
         out = torch.empty(chunk.num_elems, dtype=bound.dtype)
-        if self._exact:
+        if bound.unit.states.weights.exact:
             self._reader.master_range(bound.unit, chunk.start, out)
         else:
             kernels.convert(self._reader.weight_range(bound.unit, chunk.start, chunk.stop), out)
@@ -114,12 +113,13 @@ class Editor:
         for chunk in chunks_of(unit.num_elems, self._chunk_elems):
             pieces = {
                 role: self._reader.role_range(unit, role, chunk.start, stop)
-                for role in HALVES
+                for role in unit.states.weights.roles
                 if (stop := min(chunk.stop, unit.role_elems(role))) > chunk.start
             }
             self._replace(bound, chunk, pieces)
             for role, piece in pieces.items():
-                self._write(unit.name, role, side, 2 * chunk.start, piece.view(torch.uint8))
+                start = unit.byte_of(role, chunk.start)
+                self._write(unit.name, role, side, start, piece.view(torch.uint8))
         if unit.index not in self._ledger.zero_moments:
             self._copy_states(unit, side)
 
@@ -141,14 +141,15 @@ class Editor:
         changed = live.view(_bits(live)) != (stored := self._stored(bound, chunk)).view(
             _bits(stored)
         )
-        hi = torch.empty(chunk.num_elems, dtype=torch.bfloat16)
-        lo = torch.empty(chunk.num_elems, dtype=torch.int16)
-        kernels.split(live.float(), hi, lo)
-        for role, new in zip(HALVES, (hi, lo), strict=True):
-            if role not in pieces:
-                continue
+        weights = bound.unit.states.weights
+        fresh = {
+            role: torch.empty(chunk.num_elems, dtype=masters.dtype_of(weights, role))
+            for role in weights.roles
+        }
+        masters.encode(weights, live.float(), fresh)
+        for role in list(pieces):
             num = len(pieces[role])
-            pieces[role] = torch.where(changed[:num], new[:num], pieces[role])
+            pieces[role] = torch.where(changed[:num], fresh[role][:num], pieces[role])
             if self._is_persistent(bound):
                 assert self._persistent is not None
                 self._persistent.tensor(role)[chunk.start : chunk.start + num] = pieces[role]

@@ -16,6 +16,7 @@ from offload.interchange.export import Exportable, Held, Stored, check_dtype
 from offload.interchange.notes import ModelNotes
 from offload.interchange.read_ahead import WeightStream
 from offload.interchange.safetensors_file import TensorEntry
+from offload.masters import dtype_of, rounded
 from offload.partition.unit import Role, Unit
 from offload.store.files import Extent
 
@@ -64,11 +65,12 @@ def _chosen_dtype(dtype: Any, default: torch.dtype) -> torch.dtype:
         return default
     found = DTYPES.get(str(dtype).removeprefix("torch."))
     if found is None:
-        raise ConfigError(f"export: expected dtype bf16 or fp32, got {dtype!r}.")
+        raise ConfigError(f"export: expected dtype bf16, fp16 or fp32, got {dtype!r}.")
     return check_dtype(found)
 
 
 def _held(parts: Parts, name: str, dtype: torch.dtype) -> Callable[[], torch.Tensor]:
-    if dtype is torch.float32:
-        return lambda: parts.reader.master(name)
-    return lambda: parts.reader.tensor_of(name, Role.PARAM)
+    unit, _ = parts.reader.find(name)
+    if dtype is dtype_of(unit.states.weights, Role.PARAM):
+        return lambda: parts.reader.tensor_of(name, Role.PARAM)
+    return lambda: rounded(parts.reader.master(name), dtype)

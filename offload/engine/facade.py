@@ -49,6 +49,7 @@ from offload.interchange.notes import ModelNotes, all_names
 from offload.interchange.pretrained import open_pretrained
 from offload.metrics import Metrics
 from offload.optim.choice import Choice, choose
+from offload.optim.loss_scale import LossScale
 from offload.optim.optimizer import OffloadOptimizer
 from offload.runtime.hooks import is_hooked
 from offload.runtime.source import LoadedModel, unpack
@@ -141,11 +142,19 @@ class OffloadEngine:
         steps = self.config.gradient_accumulation_steps
         self._parts.hooks.last_micro_step = self._micro_steps + 1 >= steps
         try:
-            (loss / steps).backward(**kwargs)
+            self.scale(loss / steps).backward(**kwargs)
         finally:
             self._parts.hooks.last_micro_step = steps == 1
         self._micro_steps += 1
         return loss
+
+    @property
+    def scale(self) -> LossScale:
+        """The fp16 loss scale: `scale(loss).backward()` in a plain loop, `scale.value`.
+
+        With another dtype it is 1.  Updates, norms and `kept_grad` are unscaled.
+        """
+        return self._parts.scale
 
     def step(self) -> None:
         """Update the weights if this was the last micro-step of the accumulation window."""
@@ -182,8 +191,9 @@ class OffloadEngine:
             return optimizer_state(self._parts, name, state)
 
     def kept_grad(self, parameter: nn.Parameter | str) -> torch.Tensor | None:
-        """A HOST copy of the gradient kept for this step, None if there is none yet."""
-        return self._parts.keeper.copy_of(_name(self, parameter))
+        """A HOST copy of the gradient kept for this step, unscaled; None if there is none yet."""
+        kept = self._parts.keeper.copy_of(_name(self, parameter))
+        return None if kept is None else self._parts.scale.unscale(kept)
 
     @contextlib.contextmanager
     def gathered(self, parameters: Any = None) -> Iterator[None]:
@@ -201,7 +211,7 @@ class OffloadEngine:
     ) -> None:  # fmt: skip
         """Write weights and buffers as safetensors that `from_pretrained` reads, in bounded memory.
 
-        `dtype`: "bf16", "fp32" (the exact masters) or None: what moves.
+        `dtype`: "bf16", "fp16", "fp32" (the exact masters) or None: what moves.
         """
         self._check_open()
         model = exportable(self._parts, self.module, dtype=dtype, notes=self._notes)
@@ -366,14 +376,13 @@ class _EngineStepper:
             order = parts.residency.order()
             outcome = parts.stepper.step(parts.speculator, order=order, capture=capture)
             if outcome.updated and parts.ground.persistent is not None:
-                parts.ground.persistent.refresh(
-                    parts.ground.device, exact=parts.ground.blueprint.exact
-                )
+                parts.ground.persistent.refresh(parts.ground.device)
         engine.grad_norm = outcome.grad_norm
         if outcome.skipped:
             _LOG.warning(
-                "step skipped: a gradient is not finite (%d so far).", engine.skipped_steps
-            )
+                "step skipped: a gradient is not finite (%d so far)%s.", engine.skipped_steps,
+                f"; loss scale {engine.scale.value:g}" if engine.scale.enabled else "",
+            )  # fmt: skip
         parts.ground.metrics.close_step(engine.global_step)
 
     def zero_grad(self) -> None:
@@ -381,6 +390,7 @@ class _EngineStepper:
         engine._micro_steps = 0
         engine._parts.speculator.discard()
         engine._parts.keeper.clear()
+        engine._parts.scale.forget()
 
 
 def _decide(model: nn.Module, config: EngineConfig, choice: Choice) -> Blueprint:

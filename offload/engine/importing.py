@@ -1,7 +1,7 @@
 """Make the state that another system saved this engine's next generation.
 
-shares of all ranks --fp32 pieces--> split --> param | master_lo | states
-                                               of each unit's spare side, then one commit
+shares of all ranks --fp32 pieces--> param | master_lo or master | states
+                                     of each unit's spare side, then one commit
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 import aio
-from offload import kernels
+from offload import kernels, masters
 from offload.engine import standstill
 from offload.engine.connect import Ground, Parts
 from offload.engine.rewriting import commit_rewritten
@@ -23,7 +23,6 @@ from offload.interchange.deepspeed import ZeroCheckpoint
 from offload.partition.chunk import Chunk, Segment, chunks_of, segments_of, state_chunks
 from offload.partition.states import (
     BLOCK_ELEMS,
-    HALVES,
     MOMENTS,
     SCALES,
     STATES,
@@ -31,7 +30,6 @@ from offload.partition.states import (
     Role,
 )
 from offload.partition.unit import Slot, Unit, round_up
-from offload.runtime.persistent import DTYPES
 
 _LANES = 2  # chunks in flight
 _TYPES = {
@@ -58,7 +56,8 @@ def import_zero(
     with contextlib.closing(_Writer(ground)) as writer:
         for unit in ground.blueprint.units:
             for chunk in chunks_of(unit.num_elems, writer.chunk_elems):
-                writer.write(_Places(unit, chunk, HALVES), sides[unit.name], source)
+                roles = unit.states.weights.roles
+                writer.write(_Places(unit, chunk, roles), sides[unit.name], source)
             for chunk in state_chunks(unit, writer.chunk_elems):
                 writer.write(_Places(unit, chunk, MOMENTS), sides[unit.name], source)
     commit_rewritten(ground.ledger, sides, adopt(found), zero_moments=())
@@ -151,18 +150,23 @@ class _Writer:
             torch.frombuffer(view, dtype=torch.uint8).zero_()
         for segment in segments_of(places.unit, places.chunk):
             if Role.PARAM in places.views:
-                self._fill_halves(places, segment, source)
+                self._fill_weights(places, segment, source)
             elif segment.slot.tensor.trainable:
                 self._fill_states(places, segment, source)
 
-    def _fill_halves(self, places: _Places, segment: Segment, source: _Source) -> None:
+    def _fill_weights(self, places: _Places, segment: Segment, source: _Source) -> None:
         values = self._values[: segment.num_elems]
         stop = segment.chunk_start + segment.num_elems
         source.read(segment.slot, None, segment.tensor_start, values)
-        lo = torch.empty(len(values), dtype=torch.int16)
-        kernels.split(values, places.half(Role.PARAM)[segment.chunk_start : stop], lo)
-        if stop <= places.num_elems(Role.MASTER_LO):
-            places.half(Role.MASTER_LO)[segment.chunk_start : stop] = lo
+        weights = places.unit.states.weights
+        pieces = {
+            role: torch.empty(len(values), dtype=masters.dtype_of(weights, role))
+            for role in weights.roles
+        }
+        masters.encode(weights, values, pieces)
+        for role, piece in pieces.items():
+            if stop <= places.num_elems(role):
+                places.weights(role)[segment.chunk_start : stop] = piece
 
     def _fill_states(self, places: _Places, segment: Segment, source: _Source) -> None:
         values = self._values[: segment.num_elems]
@@ -207,9 +211,10 @@ class _Places:
                 self.views[role] = lane[start : start + size]
                 start += size
 
-    def half(self, role: Role) -> torch.Tensor:
-        """The chunk's elements of PARAM or MASTER_LO."""
-        return torch.frombuffer(self.views[role], dtype=DTYPES[role])[: self.num_elems(role)]
+    def weights(self, role: Role) -> torch.Tensor:
+        """The chunk's elements of the weight's or the master's role."""
+        dtype = masters.dtype_of(self.unit.states.weights, role)
+        return torch.frombuffer(self.views[role], dtype=dtype)[: self.num_elems(role)]
 
     def state(self, role: Role, start: int, stop: int) -> kernels.State:
         """Elements [start, stop) of the chunk, in their format."""

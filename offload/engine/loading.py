@@ -6,7 +6,7 @@ from typing import Any
 
 import aio
 from offload.engine.ledger import Ledger
-from offload.memory.slab import Slots
+from offload.memory.slab import Region, Slots
 from offload.partition.unit import Unit
 from offload.runtime.initial import InitialWriter
 from offload.runtime.persistent import PersistentState
@@ -17,14 +17,18 @@ from offload.store.format import UnitFlag
 
 def write_initial(
     ledger: Ledger, queue: aio.Queue, units: tuple[Unit, ...], persistent: PersistentState | None,
-    *, slots: Slots, chunk_elems: int, values: InitialValues,
+    *, memory: Region, chunk_elems: int, values: InitialValues,
 ) -> None:  # fmt: skip
-    """Write the model's values as what `commit_first` makes generation 0."""
+    """Write the model's values as what `commit_first` makes generation 0.
+
+    `memory`: 6 bytes for each of `chunk_elems` are enough.
+    """
     store = ledger.store
     num_sides = store.manifest.num_sides
     digests: dict[str, int] = {}
+    each = chunk_elems * max((unit.states.weights.num_bytes for unit in units), default=1)
     writer = InitialWriter(
-        queue, slots, values, chunk_elems=chunk_elems,
+        queue, Slots(memory, memory.num_bytes // each, each), values, chunk_elems=chunk_elems,
         # Frozen tensors are never written again, so each side needs them.
         sides=lambda unit: range(num_sides if unit.num_elems > unit.trainable_elems else 1),
         place=lambda unit, role, side: store.extent(unit.name, role, side),

@@ -84,7 +84,7 @@ def _by_layers(
             losses = hooks.forward_by_layers(engine.module, calls, seeds)
         hooks.last_micro_step = True
         with metrics.phase("backward"):
-            torch.autograd.backward([loss / len(losses) for loss in losses])
+            torch.autograd.backward([engine.scale(loss / len(losses)) for loss in losses])
     except BaseException:
         hooks.abort()
         raise

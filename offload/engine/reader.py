@@ -18,12 +18,12 @@ import numpy as np
 import torch
 
 import aio
-from offload import kernels
+from offload import kernels, masters
 from offload.engine.ledger import Ledger
 from offload.errors import StoreError
 from offload.partition.states import BLOCK_ELEMS, MOMENTS, SCALES, STATES
 from offload.partition.unit import STORE_ALIGN_BYTES, Role, Slot, Unit, round_up
-from offload.runtime.persistent import DTYPES, PersistentState
+from offload.runtime.persistent import PersistentState
 from offload.store.store import Store
 
 PIECE_ELEMS = 1 << 20
@@ -50,7 +50,7 @@ class Reader:
         return self._where[name]
 
     def tensor_of(self, name: str, role: Role) -> torch.Tensor:
-        """A HOST copy of one half of one parameter, in its shape."""
+        """A HOST copy of the weight or master of one parameter, in its shape."""
         unit, slot = self._where[name]
         return self.role_range(unit, role, slot.start, slot.stop).view(slot.tensor.shape)
 
@@ -60,7 +60,7 @@ class Reader:
         return self.state_range(unit, role, slot.start, slot.stop).view(slot.tensor.shape)
 
     def master(self, name: str) -> torch.Tensor:
-        """The fp32 master of a parameter, in its shape; of a frozen bf16 one, its value."""
+        """The fp32 master of a parameter, in its shape; of a frozen 16-bit one, its value."""
         unit, slot = self._where[name]
         out = torch.empty(slot.tensor.num_elems, dtype=torch.float32)
         for start in range(0, len(out), PIECE_ELEMS):
@@ -70,14 +70,14 @@ class Reader:
 
     def master_range(self, unit: Unit, start: int, out: torch.Tensor) -> None:
         """Fill `out` (n,) fp32 with the masters of elements [start, start + n) of a unit."""
-        hi = self.role_range(unit, Role.PARAM, start, start + len(out))
-        if start + len(out) <= unit.role_elems(Role.MASTER_LO):
-            kernels.join(hi, self.role_range(unit, Role.MASTER_LO, start, start + len(out)), out)
-        else:
-            kernels.convert(hi, out)
+        stop, weights = start + len(out), unit.states.weights
+        kept = [role for role in weights.roles if stop <= unit.role_elems(role)]
+        roles = weights.decoded_from(kept)
+        pieces = {role: self.role_range(unit, role, start, stop) for role in roles}
+        masters.decode(weights, pieces, out)
 
     def weight_range(self, unit: Unit, start: int, stop: int) -> torch.Tensor:
-        """The bf16 weights of elements [start, stop) of a unit."""
+        """The 16-bit weights of elements [start, stop) of a unit."""
         return self.role_range(unit, Role.PARAM, start, stop)
 
     def state_range(self, unit: Unit, role: Role, start: int, stop: int) -> torch.Tensor:
@@ -99,12 +99,14 @@ class Reader:
         return out
 
     def role_range(self, unit: Unit, role: Role, start: int, stop: int) -> torch.Tensor:
-        """A HOST copy of elements [start, stop) of one half of a unit."""
+        """A HOST copy of elements [start, stop) of weights or masters of a unit."""
         if self._is_persistent(unit):
             assert self._persistent is not None
             return self._persistent.tensor(role)[start:stop].clone()  # of frozen tensors too
         first, last = unit.byte_of(role, start), unit.byte_of(role, stop)
-        return self.data_range(unit, role, first, last).view(DTYPES[role])
+        return self.data_range(unit, role, first, last).view(
+            masters.dtype_of(unit.states.weights, role)
+        )
 
     def data_range(self, unit: Unit, role: Role, start: int, stop: int) -> torch.Tensor:
         """A HOST copy of bytes [start, stop) of the flat buffer of a role, uint8."""

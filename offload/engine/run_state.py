@@ -31,6 +31,7 @@ def capture_state(engine: OffloadEngine) -> dict[str, Any]:
     return {
         "global_step": engine.global_step,
         "counts": engine._parts.counts.state_dict(),
+        "loss_scale": engine._parts.scale.state_dict(),
         "groups": capture_groups(engine.optimizer.param_groups),
         "rng": capture_rng(),
         "buffers": module_buffers(engine.module),
@@ -85,6 +86,7 @@ def restore(engine: OffloadEngine, saved: Mapping[str, Any]) -> None:
     engine.grad_norm = None
     engine.global_step = saved["global_step"]
     engine._parts.counts.load_state_dict(saved["counts"])
+    engine._parts.scale.load_state_dict(saved.get("loss_scale", {}))
     engine._saved_groups = saved["groups"]
     if saved["groups"] is not None:  # None: the store was made by an import
         restore_groups(engine.optimizer.param_groups, saved["groups"])

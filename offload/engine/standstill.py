@@ -25,4 +25,4 @@ def refresh(parts: Parts) -> None:
     ground.resident.rewritten(unit.index for unit in ground.blueprint.units)
     if ground.persistent is not None:
         read_persistent(ground.ledger, ground.queue, ground.persistent)
-        ground.persistent.refresh(ground.device, exact=ground.blueprint.exact)
+        ground.persistent.refresh(ground.device)

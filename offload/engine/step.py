@@ -1,7 +1,7 @@
 """One optimizer step: decide, submit, hand over.
 
 finish the previous generation (its commit must be there before the first write)
-norm and finiteness of this step's gradients  -> skip, or the clip factor
+norm and finiteness of this step's gradients  -> skip (and the fp16 scale), or the clip factor
 rows of hyper-parameters                      -> one per group and step count
 updates made during backward                  -> kept where all this is as they assumed
 every other unit that got a gradient          -> the update pipeline, in order of next use
@@ -20,6 +20,7 @@ from offload.engine.ledger import Ledger, Made, Pending
 from offload.engine.speculate import Speculator
 from offload.engine.updates import Rows, UpdateBuilder
 from offload.metrics import Metrics
+from offload.optim.loss_scale import LossScale
 from offload.optim.rules import Progress
 from offload.partition.unit import Unit
 from offload.runtime.gradients import GradientKeeper
@@ -55,7 +56,8 @@ class Stepper:
     def __init__(
         self, units: Sequence[Unit], persistent: Unit | None, *,
         names: Sequence[str], max_norm: float, groups: Groups, ledger: Ledger,
-        keeper: GradientKeeper, builder: UpdateBuilder, counts: Progress, metrics: Metrics,
+        keeper: GradientKeeper, builder: UpdateBuilder, counts: Progress, scale: LossScale,
+        metrics: Metrics,
     ) -> None:  # fmt: skip
         """`names`: named_parameters() order, that of the norm.  `max_norm`: 0 for no clipping."""
         self._units = [*units, *([persistent] if persistent else [])]
@@ -67,6 +69,7 @@ class Stepper:
         self._keeper = keeper
         self._builder = builder
         self._counts = counts
+        self._scale = scale
         self._metrics = metrics
         self._norm_index = {
             slot.tensor.name: keeper[unit.index].index_of[slot.tensor.name]
@@ -76,7 +79,7 @@ class Stepper:
 
     def assume(self) -> Rows:
         """The rows of the next step if nothing is clipped and every parameter gets a gradient."""
-        return self._rows(set(self._names), 1.0)
+        return self._rows(set(self._names), 1.0 / self._scale.value)
 
     def step(
         self, speculator: Speculator, *, order: Sequence[int], capture: Callable[[], dict[str, Any]]
@@ -88,28 +91,37 @@ class Stepper:
         self._ledger.finish()
         self._keeper.settle()
         with_grad = set().union(*(self._keeper[unit.index].has_grad for unit in self._units))
+        if with_grad:
+            self._scale.check_applied()
         norm, finite = self._norm(with_grad)
         if not finite or not with_grad:
             speculator.settle(None, clipped=False)
-            self._keeper.clear()
+            self._clear()
             self._metrics.skipped_steps += not finite
+            if not finite:
+                self._scale.update(overflow=True)
             return Outcome(norm, not finite, ())
         factor = min(1.0, self._max_norm / (norm + 1e-6)) if self._max_norm else 1.0
-        rows = self._rows(with_grad, factor)
+        rows = self._rows(with_grad, factor / self._scale.value)
         made = speculator.settle(rows, clipped=factor != 1.0)
+        self._scale.update(overflow=False)  # before the state is captured
         self._submit(rows, made, order, capture)
-        self._keeper.clear()
+        self._clear()
         return Outcome(norm, False, tuple(rows.row_of))
+
+    def _clear(self) -> None:
+        self._keeper.clear()
+        self._scale.forget()
 
     def _rows(self, names: set[str], factor: float) -> Rows:
         return Rows(*self._counts.next_rows(self._groups.with_names(names), grad_scale=factor))
 
     def _norm(self, with_grad: set[str]) -> tuple[float, bool]:
-        """Global norm in named_parameters() order, and whether every gradient is finite."""
+        """Global norm, unscaled, in named_parameters() order; whether all gradients are finite."""
         table = self._keeper.norm
         indices = [self._norm_index[name] for name in self._names if name in with_grad]
         norm = math.sqrt(sum(table.value(index) for index in indices))
-        return norm, not any(table.nonfinite(index) for index in indices)
+        return norm / self._scale.value, not any(table.nonfinite(index) for index in indices)
 
     def _submit(
         self, rows: Rows, made: dict[int, Made], order: Sequence[int],

@@ -16,14 +16,12 @@ from numpy.typing import NDArray
 from offload.engine.ledger import Ledger
 from offload.optim.chunks import StreamPlace, UnitTemplate, stack
 from offload.optim.jobs import Job, Pipeline
-from offload.optim.pipeline import COPY_IN
+from offload.optim.pipeline import COPY_IN, UPDATE_ROLES
 from offload.partition.states import MOMENTS, Role
 from offload.partition.unit import Unit
 from offload.runtime.gradients import GradientKeeper, KeptUnit
 from offload.runtime.persistent import PersistentState
 from offload.runtime.resident import ResidentBuffers
-
-DTYPE_NAMES = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
 
 
 @dataclass(frozen=True)
@@ -48,7 +46,6 @@ class UpdateBuilder:
     def __init__(
         self, pipeline: Pipeline, ledger: Ledger, keeper: GradientKeeper,
         persistent: PersistentState | None, *, resident: ResidentBuffers, chunk_elems: int,
-        exact: bool,
     ) -> None:  # fmt: skip
         self._pipeline = pipeline
         self._ledger = ledger
@@ -56,7 +53,6 @@ class UpdateBuilder:
         self._persistent = persistent
         self.resident = resident
         self._chunk_elems = chunk_elems
-        self._exact = exact  # both halves of the weights are fetched
         self._templates: dict[tuple[int, int, bool, torch.dtype], UnitTemplate] = {}
 
     def submit(
@@ -81,7 +77,7 @@ class UpdateBuilder:
             deadline = self._ledger.next_deadline() + 3 + urgency(unit)
             part = template.fill(unit_index=number, deadline=deadline, rows=rows.row_of)
             if self.resident.region(unit.index, Role.PARAM) is None:
-                _lend(part[0], weights, self._chunk_elems, exact=self._exact)
+                _lend(part[0], weights, self._chunk_elems, unit.states.weights.lent)
             parts.append(part)
             files.append(template.files)
         return self._pipeline.submit(
@@ -113,15 +109,16 @@ class UpdateBuilder:
         here = self.resident.region(unit.index, role)
         if here is not None:
             return StreamPlace(host_address=here.address, write=to)
-        if zero and role in MOMENTS:
+        halves = unit.states.weights
+        if (zero and role in MOMENTS) or (role in halves.roles and role not in halves.updated_from):
             return StreamPlace(write=to)
         return StreamPlace(read=(read.file, read.offset), write=to)
 
 
 def _lend(
-    chunks: NDArray[np.void], weights: Sequence[int], chunk_elems: int, *, exact: bool
+    chunks: NDArray[np.void], weights: Sequence[int], chunk_elems: int, roles: Sequence[Role]
 ) -> None:
-    """Let the first chunks take their weights from memory: a fetch slot holds param, master_lo.
+    """Let the first chunks take `roles` of 2 bytes from memory: a fetch slot holds one by one.
 
     A chunk of the update lies within one chunk of the weights.
     """
@@ -131,14 +128,14 @@ def _lend(
     if not count:
         return
     addresses = np.array(weights, np.uint64)[slots[:count]]
-    for half in range(2 if exact else 1):
-        stream = chunks["streams"][:count, half]
-        stream["host"] = addresses + (2 * (chunk_elems * half + within[:count])).astype(np.uint64)
+    for number, role in enumerate(roles):
+        stream = chunks["streams"][:count, UPDATE_ROLES.index(role)]
+        stream["host"] = addresses + (2 * (chunk_elems * number + within[:count])).astype(np.uint64)
         stream["flags"] = COPY_IN
 
 
 def _grad_place(kept: KeptUnit) -> StreamPlace:
-    name = DTYPE_NAMES[kept.dtype]
+    name = str(kept.dtype).removeprefix("torch.")
     if kept.spill is not None:
         return StreamPlace.grad(name, read=(kept.spill.file, 0), after_release=True)
     assert kept.region is not None

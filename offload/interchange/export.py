@@ -28,7 +28,7 @@ from offload.interchange.read_ahead import PIECE_ELEMS, WeightStream
 from offload.interchange.safetensors_file import TensorEntry, encode_header, split_shards
 from offload.partition.unit import Slot, Unit
 
-EXPORT_DTYPES = (torch.bfloat16, torch.float32)
+EXPORT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 TORCH_FILE = "pytorch_model.bin"
@@ -141,7 +141,7 @@ def shard_names(count: int) -> list[str]:
 
 def check_dtype(dtype: torch.dtype) -> torch.dtype:
     if dtype not in EXPORT_DTYPES:
-        raise ConfigError(f"export: expected dtype bf16 or fp32, got {dtype}.")
+        raise ConfigError(f"export: expected dtype bf16, fp16 or fp32, got {dtype}.")
     return dtype
 
 

@@ -14,13 +14,13 @@ from typing import Protocol
 import torch
 
 import aio
-from offload import kernels
-from offload.partition.unit import ELEM_BYTES, STORE_ALIGN_BYTES, Role, Slot, Unit, round_up
+from offload import masters
+from offload.partition.unit import STORE_ALIGN_BYTES, Role, Slot, Unit, round_up
 from offload.store.files import Extent
 
 PIECE_ELEMS = 1 << 20
 _AHEAD = 4
-_HALF_BYTES = 2 * PIECE_ELEMS + 2 * STORE_ALIGN_BYTES  # with what alignment adds at both ends
+_LANE_BYTES = 4 * PIECE_ELEMS + 4 * STORE_ALIGN_BYTES  # with what alignment adds at all ends
 
 
 class Origin(Protocol):
@@ -35,12 +35,13 @@ class _Piece:
 
     lane: memoryview
     num_elems: int
-    views: list[memoryview]  # exactly the elements: high halves, and low ones where there are any
+    unit: Unit
+    views: dict[Role, memoryview]  # exactly the elements
     tickets: list[aio.Ticket]
 
 
 class WeightStream:
-    """Reads weights as bf16 (the high halves) or float32 (the masters)."""
+    """Reads weights as they are, where that is the type asked for, else the masters, rounded."""
 
     def __init__(self, queue: aio.Queue, origin: Origin) -> None:
         self.queue = queue
@@ -53,10 +54,8 @@ class WeightStream:
 
         A piece is valid until the next one is asked for.
         """
-        with aio.Buffer(_AHEAD * 2 * _HALF_BYTES) as buffer:
-            lanes = deque(
-                buffer.view[i * 2 * _HALF_BYTES :][: 2 * _HALF_BYTES] for i in range(_AHEAD)
-            )
+        with aio.Buffer(_AHEAD * _LANE_BYTES) as buffer:
+            lanes = deque(buffer.view[i * _LANE_BYTES :][:_LANE_BYTES] for i in range(_AHEAD))
             out = torch.empty(PIECE_ELEMS, dtype=torch.float32)
             flying: deque[_Piece] = deque()
             try:
@@ -75,20 +74,23 @@ class WeightStream:
         self, unit: Unit, elems: tuple[int, int], dtype: torch.dtype, lane: memoryview
     ) -> _Piece:  # fmt: skip
         start, stop = elems
-        views, tickets = [], []
-        roles = [Role.PARAM]
-        # Low halves of frozen tensors are kept only where whole weights move; else they are zero.
-        if dtype is torch.float32 and stop <= unit.role_elems(Role.MASTER_LO):
-            roles.append(Role.MASTER_LO)
-        for half, role in enumerate(roles):
-            size = ELEM_BYTES[role]
+        views, tickets = {}, []
+        weights, used = unit.states.weights, 0
+        roles: tuple[Role, ...] = (Role.PARAM,)
+        if dtype is not masters.dtype_of(weights, Role.PARAM):
+            # Frozen tensors have a master only where whole weights move; else it is the weight.
+            kept = [role for role in weights.roles if stop <= unit.role_elems(role)]
+            roles = weights.decoded_from(kept)
+        for role in roles:
+            size = weights.elem_bytes(role)
             first = start * size // STORE_ALIGN_BYTES * STORE_ALIGN_BYTES
             last = round_up(stop * size, STORE_ALIGN_BYTES)
-            target = lane[half * _HALF_BYTES :][: last - first]
+            target = lane[used:][: last - first]
             at = self._origin.place(unit, role)
             tickets.append(self.queue.read(at.file, target, at.offset + first))
-            views.append(target[start * size - first : stop * size - first])
-        return _Piece(lane, stop - start, views, tickets)
+            views[role] = target[start * size - first : stop * size - first]
+            used += last - first
+        return _Piece(lane, stop - start, unit, views, tickets)
 
 
 def _cut(tensors: Iterable[tuple[Unit, Slot]]) -> Iterator[tuple[Unit, int, int]]:
@@ -100,15 +102,18 @@ def _cut(tensors: Iterable[tuple[Unit, Slot]]) -> Iterator[tuple[Unit, int, int]
 def _finish(piece: _Piece, dtype: torch.dtype, out: torch.Tensor) -> torch.Tensor:
     for ticket in piece.tickets:
         ticket.wait()
-    hi = torch.frombuffer(piece.views[0], dtype=torch.bfloat16)
-    if dtype is torch.bfloat16:
-        return hi
+    weights = piece.unit.states.weights
+    pieces = {
+        role: torch.frombuffer(view, dtype=masters.dtype_of(weights, role))
+        for role, view in piece.views.items()
+    }
+    if dtype is masters.dtype_of(weights, Role.PARAM):
+        return pieces[Role.PARAM]
     target = out[: piece.num_elems]
-    if len(piece.views) > 1:
-        kernels.join(hi, torch.frombuffer(piece.views[1], dtype=torch.int16), target)
-    else:
-        kernels.convert(hi, target)
-    return target
+    masters.decode(weights, pieces, target)
+    if dtype is torch.float32:
+        return target
+    return masters.rounded(target, dtype)
 
 
 def _abandon(flying: Iterable[_Piece]) -> None:

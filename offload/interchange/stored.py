@@ -92,7 +92,7 @@ def exportable(
 ) -> Exportable:
     """All that `source` knows of a model.  `state`: its decoded payload; `dtype` None: what moves.
 
-    Parameters of other types than bf16 and fp32 are not in a store, and so not here.
+    Parameters of other types than bf16, fp16 and fp32 are not in a store, and so not here.
     """
     layout = source.manifest.layout
     chosen = dtype or DTYPES[layout["dtype"]]

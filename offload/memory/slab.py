@@ -72,6 +72,7 @@ class Slots:
     """Equal pieces of a region, each leased to one owner at a time.  Not thread-safe."""
 
     def __init__(self, region: Region, num_slots: int, slot_bytes: int) -> None:
+        self.region = region
         self.slot_bytes = slot_bytes
         self.all = [region.part(index * slot_bytes, slot_bytes) for index in range(num_slots)]
         self._free = deque(self.all)

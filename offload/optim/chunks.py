@@ -42,6 +42,7 @@ STATE_FORMATS = {
     "float32": int(lib.SIMD_F32), "bfloat16": int(lib.SIMD_BF16), "int8": int(lib.SIMD_I8),
     "uint8": int(lib.SIMD_U8),
 }  # fmt: skip
+WEIGHT_FORMATS = {"bfloat16": int(lib.SIMD_BF16), "float16": int(lib.SIMD_F16)}
 
 
 @dataclass(frozen=True)
@@ -198,8 +199,13 @@ def _describe(
         codes = [STATE_FORMATS[states.format(role, packed=flag)] for flag in (True, False)]
         stream["elem_bytes"] = np.where(packed, *sizes)
         stream["format"] = np.where(packed, *codes)
+    elif role in SCALES:
+        stream["elem_bytes"] = np.where(packed, SCALE_BYTES, 0)
     else:
-        stream["elem_bytes"] = np.where(packed, SCALE_BYTES, 0) if role in SCALES else 2
+        weights = unit.states.weights
+        stream["elem_bytes"] = weights.elem_bytes(role)
+        if role is Role.PARAM and weights.apart:
+            stream["format"] = WEIGHT_FORMATS[weights.type_of(role)]
     return np.array([unit.byte_of(role, int(start)) for start in starts], np.uint64)
 
 

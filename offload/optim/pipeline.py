@@ -29,9 +29,10 @@ from numpy.typing import NDArray
 import aio
 from offload.errors import StateError, StoreError
 from offload.kernels import ROW
-from offload.partition.states import HALVES, SCALES, STATES, STORE_ALIGN_BYTES, Role
+from offload.partition.states import SCALES, STATES, STORE_ALIGN_BYTES, Role
 
-UPDATE_ROLES = (*HALVES, *STATES, *SCALES, Role.GRAD)
+UPDATE_ROLES = (Role.PARAM, Role.MASTER_LO, Role.MASTER, *STATES, *SCALES, Role.GRAD)
+_SOME_HAVE = frozenset({Role.MASTER, *SCALES})
 UPDATE_COPY: int = lib.UPDATE_COPY  # a segment's row: copied through
 COPY_IN: int = lib.UPDATE_COPY_IN  # flags of a STREAM: see update.h
 AFTER_RELEASE: int = lib.UPDATE_AFTER_RELEASE
@@ -257,9 +258,9 @@ def _error_of(job: _Job, name: Callable[[int], str]) -> StateError | StoreError:
 
 
 def _by_role(counts: Any) -> dict[Role, int]:
-    """Scales only where there are some."""
+    """Whole masters and scales only where there are some."""
     pairs = zip(UPDATE_ROLES, counts, strict=True)
-    return {role: count for role, count in pairs if count or role not in SCALES}
+    return {role: count for role, count in pairs if count or role not in _SOME_HAVE}
 
 
 def _transfer_error(error: Any, unit: str) -> StoreError:

@@ -3,7 +3,7 @@
 element-wise    segment of master, gradient and states --> step --> back, split
 whole tensors   the chunk is a unit; states lie packed in the first state stream
 
-slot   [ param | master_lo | states ... | grad ]      those not in host memory, padded to 4096
+slot   [ param | master_lo or master | states ... | grad ]   what is not in host memory, padded
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 import aio
-from offload import kernels
+from offload import kernels, masters
 from offload.errors import StateError
 from offload.optim import torch_step
 from offload.optim.chunks import GRAD_FORMATS
@@ -28,9 +28,10 @@ from offload.optim.pipeline import COPY_IN, UPDATE_COPY, UPDATE_ROLES, file_addr
 from offload.optim.torch_rule import TorchRule
 from offload.optim.torch_step import TorchRow
 from offload.partition.unit import STORE_ALIGN_BYTES, Role, round_up
+from offload.partition.weights import APART, SPLIT, Weights
 
-_LIMIT = 3.3961775e38  # 0x7f7f8000: a master from here on would give an infinite weight
-_DTYPES = {Role.PARAM: torch.bfloat16, Role.MASTER_LO: torch.int16}
+# A master from here on would give an infinite weight; of bf16: 0x7f7f8000.
+_LIMITS = {SPLIT: 3.3961775e38, APART: masters.FP16_LIMIT}
 _STATE_ROLES = (Role.EXP_AVG, Role.EXP_AVG_SQ)
 _GRAD_DTYPES = {code: getattr(torch, name) for name, (_, code) in GRAD_FORMATS.items()}
 Transfer = tuple[Role, aio.File, memoryview, int]  # ..., offset in the file
@@ -94,23 +95,32 @@ class ChunkMemory:
         ]
 
     def fill(self) -> None:
-        """Complete what is not read: copies of resident memory, and zeros."""
+        """Complete what is not read: copies of resident memory, zeros, rounded masters."""
         for role, stream in self._streams.items():
             memory = self._memory[role]
             if stream["flags"] & COPY_IN:
                 memory[:] = _host(int(stream["host"]), len(memory))
             elif not stream["host"] and not stream["read_file"]:
                 memory[:] = bytes(len(memory))
+        if self.weights.apart:
+            kernels.convert(self.tensor(Role.MASTER), self.tensor(Role.PARAM))
 
     def tensor(self, role: Role) -> Tensor:
         """The role's elements, flat; shares memory."""
         size = self._data_bytes(role)
-        dtype = _DTYPES.get(role, torch.float32)
+        dtype = torch.float32
         if role is Role.GRAD:
             dtype = _GRAD_DTYPES[int(self._streams[role]["format"])]
+        elif role in self.weights.roles:
+            dtype = masters.dtype_of(self.weights, role)
         if not size:
             return torch.empty(0, dtype=dtype)
         return torch.frombuffer(self._memory[role][:size], dtype=dtype)
+
+    @property
+    def weights(self) -> Weights:
+        """How the chunk's masters are kept."""
+        return APART if self._streams[Role.MASTER]["elem_bytes"] else SPLIT
 
     def data(self, role: Role) -> memoryview:
         """The role's bytes, without padding."""
@@ -166,9 +176,10 @@ def update_chunk(rule: TorchRule, chunk: ChunkMemory) -> tuple[int, int]:
 def _update_piece(
     rule: TorchRule, chunk: ChunkMemory, start: int, stop: int, row: TorchRow
 ) -> bool:
-    hi, lo = (chunk.tensor(role)[start:stop] for role in (Role.PARAM, Role.MASTER_LO))
+    weights = chunk.weights
+    pieces = {role: chunk.tensor(role)[start:stop] for role in weights.roles}
     master, grad = torch.empty(stop - start), torch.empty(stop - start)
-    kernels.join(hi, lo, master)
+    masters.decode(weights, pieces, master)
     kernels.convert(chunk.tensor(Role.GRAD)[start:stop], grad)
     if row.grad_scale != 1.0:
         grad.mul_(row.grad_scale)
@@ -179,8 +190,8 @@ def _update_piece(
     )
     for name, value in torch_step.tensors(after).items():
         _store(rule, places, name, value)
-    kernels.split(master, hi, lo)
-    return not bool((master.abs() < _LIMIT).all())
+    masters.encode(weights, master, pieces)
+    return not bool((master.abs() < _LIMITS[weights]).all())
 
 
 def _places(

@@ -9,6 +9,7 @@ from typing import Any
 from offload.errors import StoreCorrupt
 from offload.partition.states import StateTable
 from offload.partition.unit import Slot, TensorSpec, Unit, lay_out
+from offload.partition.weights import Weights
 
 _STATE_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "int8": "int8"}
 
@@ -41,7 +42,8 @@ def units_of(layout: Mapping[str, Any]) -> list[Unit]:
     """The units as the engine laid them out; raises StoreCorrupt where they contradict that."""
     names = {name: short for short, name in _STATE_DTYPES.items()}
     states = StateTable.of(layout.get("states", StateTable().names), names[layout["state_dtype"]])
-    states = replace(states, whole=layout.get("whole", False))
+    weights = Weights(layout["dtype"])
+    states = replace(states, whole=layout.get("whole", False), weights=weights)
     units = []
     for index, value in enumerate(layout["units"]):
         tensors = [
@@ -51,8 +53,7 @@ def units_of(layout: Mapping[str, Any]) -> list[Unit]:
             )
             for tensor in value["tensors"]
         ]  # fmt: skip
-        exact = layout["dtype"] == "float32"
-        unit = lay_out(value["name"], index, tensors, exact=exact, states=states)
+        unit = lay_out(value["name"], index, tensors, states=states)
         starts = {slot.tensor.name: slot.start for slot in unit.slots}
         if any(starts[tensor["name"]] != tensor["start"] for tensor in value["tensors"]):
             raise StoreCorrupt(f"unit {unit.name!r}: its tensors do not lie where the layout says.")

@@ -1,4 +1,4 @@
-"""Which roles a unit has, and in which format: the state of an optimizer as data.
+"""Which roles a unit has, and in which format: weights, and the state of an optimizer, as data.
 
     StateTable(names, dtype)     fp32   [ every trainable tensor: 4 bytes an element a state ]
                                  bf16   [ the same, 2 bytes ]
@@ -11,12 +11,13 @@ each from a multiple of 256 elements on, so that no block of a scale belongs to 
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from offload.config import CHUNK_MULTIPLE, INT8_CHUNK_MULTIPLE, STATE_DTYPES
 from offload.errors import ConfigError
+from offload.partition.role import Role as Role
+from offload.partition.weights import SPLIT, Weights
 
 STORE_ALIGN_BYTES = 4096
 BLOCK_ELEMS = 256  # that share a scale
@@ -27,21 +28,6 @@ _NEVER_NEGATIVE = frozenset({"exp_avg_sq", "sum"})  # by torch's names
 _STATE_BYTES = {"fp32": 4, "bf16": 2, "int8": 1}
 
 
-class Role(enum.Enum):
-    """What a flat buffer holds.  The value names it in the store and in messages."""
-
-    PARAM = "param"  # 16-bit weight: the high half of the master
-    MASTER_LO = "master_lo"  # low half of the fp32 master, int16
-    EXP_AVG = "exp_avg"  # the optimizer's first state, whatever it calls it
-    EXP_AVG_SQ = "exp_avg_sq"  # its second state
-    EXP_AVG_SCALE = "exp_avg_scale"  # fp32, one for each block of a packed first state
-    EXP_AVG_SQ_SCALE = "exp_avg_sq_scale"
-    GRAD = (
-        "grad"  # kept until the step is validated; spilled to disk where the host budget is short
-    )
-
-
-HALVES = (Role.PARAM, Role.MASTER_LO)
 STATES = (Role.EXP_AVG, Role.EXP_AVG_SQ)
 SCALES = (Role.EXP_AVG_SCALE, Role.EXP_AVG_SQ_SCALE)
 MOMENTS = (*STATES, *SCALES)
@@ -55,6 +41,7 @@ class StateTable:
     names: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
     dtype: str = "fp32"
     whole: bool = False  # one role: states of whole tensors, `TensorSpec.state_elems` of each
+    weights: Weights = SPLIT
 
     @classmethod
     def of(cls, names: Sequence[str], dtype: str) -> StateTable:
@@ -83,7 +70,7 @@ class StateTable:
     @property
     def roles(self) -> tuple[Role, ...]:
         """Everything that a step writes, in the order of a unit's file."""
-        return (*HALVES, *self.states, *self.scales)
+        return (*self.weights.roles, *self.states, *self.scales)
 
     @property
     def chunk_multiple(self) -> int:
@@ -107,14 +94,14 @@ class StateTable:
 
     def slot_bytes(self, chunk_elems: int, grad_bytes: int) -> int:
         """Bytes that hold every role of any chunk; `grad_bytes`: of an element's gradient."""
-        plain = self.plain_chunk(chunk_elems)
+        plain, other = self.plain_chunk(chunk_elems), self.weights.num_bytes + grad_bytes
         if self.whole:
-            return plain * (4 + grad_bytes + WHOLE_STATE_BYTES)
-        sizes = [plain * (4 + grad_bytes + self.state_bytes(packed=False) * len(self.names))]
+            return plain * (other + WHOLE_STATE_BYTES)
+        sizes = [plain * (other + self.state_bytes(packed=False) * len(self.names))]
         if self.packs:
             scales = -(-chunk_elems // BLOCK_ELEMS) * SCALE_BYTES
             each = chunk_elems + -(-scales // STORE_ALIGN_BYTES) * STORE_ALIGN_BYTES
-            sizes.append(chunk_elems * (4 + grad_bytes) + each * len(self.names))
+            sizes.append(chunk_elems * other + each * len(self.names))
         return max(sizes)
 
 

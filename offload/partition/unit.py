@@ -71,16 +71,13 @@ class Unit:
     slots: tuple[Slot, ...]
     trainable_elems: int  # elements of the state roles: the padded end of the trainable section
     num_elems: int  # elements of `param`: trainable, then frozen
-    exact: bool = (
-        False  # frozen tensors keep their low halves too (dtype=float32 moves whole weights)
-    )
     states: StateTable = FP32_MOMENTS
     packed_elems: int = 0  # where the plain section begins; 0: nothing is packed
 
     def role_elems(self, role: Role) -> int:
         """Elements of the flat buffer of `role`, padding included."""
-        whole = role is Role.PARAM or (self.exact and role is Role.MASTER_LO)
-        return self.num_elems if whole else self.trainable_elems
+        # Frozen tensors have what moves: their low halves only where whole weights do.
+        return self.num_elems if role in self.states.weights.fetched else self.trainable_elems
 
     @property
     def roles(self) -> tuple[Role, ...]:
@@ -101,7 +98,7 @@ class Unit:
             packed = min(elem, self.packed_elems)
             plain_bytes = (elem - packed) * self.states.state_bytes(packed=False)
             return packed * self.states.state_bytes(packed=True) + plain_bytes
-        return 2 * elem
+        return self.states.weights.elem_bytes(role) * elem
 
     def role_bytes(self, role: Role) -> int:
         """Bytes of the flat buffer of `role`, padding to store blocks left out."""
@@ -123,7 +120,7 @@ def round_up(value: int, multiple: int) -> int:
 
 def lay_out(
     name: str, index: int, tensors: Iterable[TensorSpec], *,
-    exact: bool = False, states: StateTable = FP32_MOMENTS,
+    states: StateTable = FP32_MOMENTS,
 ) -> Unit:  # fmt: skip
     """Place `tensors` (in `named_parameters()` order) in a unit: trainable first, then frozen.
 
@@ -137,7 +134,7 @@ def lay_out(
     plain = [t for t in tensors if t.trainable and t.name not in kept]
     trainable_end = _place(plain, slots, packed_end, ALIGN_ELEMS)
     end = _place([t for t in tensors if not t.trainable], slots, trainable_end, ALIGN_ELEMS)
-    return Unit(name, index, tuple(slots), trainable_end, end, exact, states, packed_end)
+    return Unit(name, index, tuple(slots), trainable_end, end, states, packed_end)
 
 
 def _place(tensors: Iterable[TensorSpec], slots: list[Slot], start: int, align: int) -> int:

@@ -37,10 +37,10 @@ class Discovery:
 
 
 def discover(
-    model: nn.Module, *, persistence_threshold: int, exact: bool, states: StateTable = FP32_MOMENTS,
+    model: nn.Module, *, persistence_threshold: int, states: StateTable = FP32_MOMENTS,
     state_elems: Callable[[str, tuple[int, ...]], int] | None = None,
 ) -> Discovery:  # fmt: skip
-    """Partition the parameters of `model`; `exact`: frozen tensors keep their low halves.
+    """Partition the parameters of `model`.
 
     Where `states` packs, vectors (norms, biases) and embeddings are plain.  `state_elems(name,
     shape)`: fp32 values of a trainable tensor's states, where `states` are of whole tensors.
@@ -61,12 +61,12 @@ def discover(
         groups.setdefault(key, []).append(spec)
     small_tensors = groups.pop(PERSISTENT, None)
     units = tuple(
-        lay_out(name, index, tensors, exact=exact, states=states)
+        lay_out(name, index, tensors, states=states)
         for index, (name, tensors) in enumerate(groups.items())
     )
     persistent = None
     if small_tensors:
-        persistent = lay_out(PERSISTENT, len(units), small_tensors, exact=exact, states=states)
+        persistent = lay_out(PERSISTENT, len(units), small_tensors, states=states)
     hooks = _hooks(model, owner, {unit.name: unit.index for unit in units})
     return Discovery(units, persistent, parameters, hooks, left_alone)
 
@@ -81,10 +81,10 @@ def _managed(model: nn.Module) -> tuple[dict[str, nn.Parameter], tuple[str, ...]
     managed: dict[str, nn.Parameter] = {}
     left_alone: list[str] = []
     for name, parameter in model.named_parameters():
-        if parameter.dtype in (torch.float32, torch.bfloat16):
+        if parameter.dtype in (torch.float32, torch.bfloat16, torch.float16):
             managed[name] = parameter
         else:
-            left_alone.append(f"{name}: {parameter.dtype} is neither float32 nor bfloat16")
+            left_alone.append(f"{name}: {parameter.dtype} is none of float32, bfloat16, float16")
     return managed, tuple(left_alone)
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -21,6 +21,7 @@ import torch
 
 import aio
 from offload.errors import StateError
+from offload.masters import dtype_of
 from offload.memory.slab import Region, Slots
 from offload.metrics import Metrics
 from offload.partition.chunk import Chunk, chunks_of
@@ -29,8 +30,6 @@ from offload.runtime.binding import BoundUnit
 from offload.runtime.device import Device
 from offload.runtime.loans import RESERVE, Loans
 from offload.runtime.resident import ResidentBuffers
-
-_DTYPES = {Role.PARAM: torch.bfloat16, Role.MASTER_LO: torch.int16}
 
 
 class Place(Protocol):
@@ -85,7 +84,7 @@ class Fetcher:
 
     def __init__(
         self, queue: aio.Queue, slots: Slots, source: Source, device: Device, *,
-        resident: ResidentBuffers, chunk_elems: int, exact: bool, metrics: Metrics,
+        resident: ResidentBuffers, chunk_elems: int, metrics: Metrics,
     ) -> None:  # fmt: skip
         self._queue = queue
         self._slots = slots
@@ -93,7 +92,6 @@ class Fetcher:
         self._device = device
         self._resident = resident
         self._chunk_elems = chunk_elems
-        self._exact = exact
         self._metrics = metrics
         self._fetches: dict[int, _Fetch] = {}
         self.loans = Loans(slots)
@@ -101,7 +99,7 @@ class Fetcher:
 
     def prefetch(self, unit: Unit) -> None:
         """Submit what fits beside the reserve; does nothing while the unit is being updated."""
-        if self._resident.weights(unit.index, self._roles()) is not None:
+        if self._resident.weights(unit.index, unit.states.weights.fetched) is not None:
             return
         if unit.index in self._fetches or self._source.ready(unit.index):
             fetch = self._fetches.setdefault(unit.index, _Fetch(unit, self._chunk_elems))
@@ -110,13 +108,10 @@ class Fetcher:
     def fill(self, bound: BoundUnit) -> None:
         """Bring a unit's weights into its allocated device storage; waits for the disk."""
         unit = bound.unit
-        here = self._resident.weights(unit.index, self._roles())
+        here = self._resident.weights(unit.index, unit.states.weights.fetched)
         if here is not None:
             self._source.wait(unit.index)
-            halves = [region.tensor(_DTYPES[role], unit.num_elems)
-                      for role, region in zip(self._roles(), here, strict=True)]  # fmt: skip
-            with self._metrics.busy("fill"):
-                self._device.fill(bound.flat, halves[0], halves[1] if self._exact else None)
+            self._convert(unit, here, bound.flat)
             return
         fetch = self._fetches.pop(unit.index, None)
         self._metrics.fetches[unit.name] += 1
@@ -156,17 +151,30 @@ class Fetcher:
     def _submit(self, unit: Unit, chunk: Chunk, slot: Region, delay: int) -> _Piece:
         deadline = self._source.deadline() + delay
         tickets = []
-        for half, role in enumerate(self._roles()):
+        for role, target in self._parts(unit, slot, chunk.num_elems):
             place = self._source.place(unit.index, role)
-            num_bytes = round_up(2 * chunk.num_elems, STORE_ALIGN_BYTES)
-            target = slot.part(half * 2 * self._chunk_elems, num_bytes)
-            offset = place.offset + 2 * chunk.start
+            num_bytes = target.num_bytes
+            offset = place.offset + unit.byte_of(role, chunk.start)
             tickets.append(self._queue.read(place.file, target.view, offset, deadline=deadline))
             self._metrics.read_bytes[f"{self.phase}.{role.value}"] += num_bytes
         return _Piece(chunk, slot, tickets)
 
-    def _roles(self) -> tuple[Role, ...]:
-        return (Role.PARAM, Role.MASTER_LO) if self._exact else (Role.PARAM,)
+    def _parts(self, unit: Unit, slot: Region, num_elems: int) -> Iterator[tuple[Role, Region]]:
+        """Where a slot holds each role of `num_elems` elements."""
+        start, weights = 0, unit.states.weights
+        for role in weights.fetched:
+            size = weights.elem_bytes(role)
+            yield role, slot.part(start, round_up(size * num_elems, STORE_ALIGN_BYTES))
+            start += size * self._chunk_elems
+
+    def _convert(self, unit: Unit, regions: Iterable[Region], dst: torch.Tensor) -> None:
+        weights = unit.states.weights
+        pieces = [
+            region.tensor(dtype_of(weights, role), len(dst))
+            for role, region in zip(weights.fetched, regions, strict=True)
+        ]
+        with self._metrics.busy("fill"):
+            self._device.fill(dst, pieces[0], pieces[1] if weights.exact else None)
 
     def _finish(self, piece: _Piece, flat: torch.Tensor, unit: Unit) -> None:
         """Wait for one chunk and convert it; the slot is free or on loan whatever happens."""
@@ -174,16 +182,15 @@ class Fetcher:
             with self._metrics.stall("weights", unit.name):
                 for ticket in piece.tickets:
                     ticket.wait()
-            num = piece.chunk.num_elems
-            hi = piece.slot.tensor(torch.bfloat16, num)
-            lo = None
-            if self._exact:
-                lo = piece.slot.tensor(torch.int16, num, offset=2 * self._chunk_elems)
-            with self._metrics.busy("fill"):
-                self._device.fill(flat[piece.chunk.start : piece.chunk.stop], hi, lo)
+            regions = self._parts(unit, piece.slot, piece.chunk.num_elems)
+            dst = flat[piece.chunk.start : piece.chunk.stop]
+            self._convert(unit, (region for _, region in regions), dst)
         finally:
             _settle(piece)
-            self.loans.keep(unit.index, piece.chunk.index, piece.slot)
+            if unit.states.weights.lent:
+                self.loans.keep(unit.index, piece.chunk.index, piece.slot)
+            else:
+                self._slots.give_back(piece.slot)
 
     def _abandon(self, fetch: _Fetch) -> None:
         fetch.next = None

@@ -1,21 +1,21 @@
 """Write a model's initial weights into the store, unit by unit, through leased slots.
 
-    parameter (any dtype)  --fp32 piece--> split --> hi | lo in two slots --> their extents
+    parameter (any dtype)  --piece--> weight | master in a slot --> their extents
 
-Nothing is held but one piece per slot pair, whatever the size of the tensor.
+Nothing is held but one piece a slot, whatever the size of the tensor.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Protocol
 
 import torch
 
 import aio
-from offload import kernels
+from offload import masters
 from offload.memory.slab import Region, Slots
 from offload.partition.chunk import Chunk, chunks_of, segments_of
 from offload.partition.unit import STORE_ALIGN_BYTES, Role, Unit, round_up
@@ -30,60 +30,52 @@ class Place(Protocol):
     def offset(self) -> int: ...
 
 
-def split_chunk(
+def encode_chunk(
     unit: Unit, chunk: Chunk,
     segments: Iterator[torch.Tensor],  # (n,) each, of the chunk's segments and perhaps more
-    hi: torch.Tensor,  # (>= chunk.num_elems,) bf16, HOST
-    lo: torch.Tensor,  # (>= chunk.num_elems,) int16, HOST
+    pieces: Mapping[Role, torch.Tensor],  # (>= chunk.num_elems,) each of weights and masters, HOST
 ) -> None:  # fmt: skip
-    """Fill `hi` and `lo` with the master halves of a chunk; padding becomes zero."""
+    """Fill `pieces` with the weights and masters of a chunk; padding becomes zero."""
     done = 0
     for segment in segments_of(unit, chunk):
-        stop = segment.chunk_start + segment.num_elems
-        for half in (hi, lo):
-            half[done : segment.chunk_start].zero_()
-        _split(next(segments), hi[segment.chunk_start : stop], lo[segment.chunk_start : stop])
+        start, stop = segment.chunk_start, segment.chunk_start + segment.num_elems
+        for piece in pieces.values():
+            piece[done:start].zero_()
+        parts = {role: piece[start:stop] for role, piece in pieces.items()}
+        masters.encode(unit.states.weights, next(segments), parts)
         done = stop
-    for half in (hi, lo):
-        half[done:].zero_()
-
-
-def _split(elems: torch.Tensor, hi: torch.Tensor, lo: torch.Tensor) -> None:
-    assert len(elems) == len(hi)
-    if elems.dtype is torch.bfloat16 and elems.device.type == "cpu":
-        # The master is these bits and sixteen zeros.  Not by torch: its threads wait for one
-        # another, at times for seconds where the drive's work takes the processors.
-        hi.view(torch.int16).numpy()[:] = elems.view(torch.int16).numpy()
-        lo.numpy()[:] = 0
-    else:
-        kernels.split(elems.to(device="cpu", dtype=torch.float32).contiguous(), hi, lo)
+    for piece in pieces.values():
+        piece[done:].zero_()
 
 
 class InitialWriter:
-    """Streams units to their extents; two slots a chunk."""
+    """Streams units to their extents."""
 
     def __init__(
         self, queue: aio.Queue, slots: Slots, values: InitialValues, *, chunk_elems: int,
         sides: Callable[[Unit], Iterable[int]], place: Callable[[Unit, Role, int], Place],
     ) -> None:  # fmt: skip
-        """`sides`: those that a unit is written to; frozen tensors need every side."""
+        """`sides`: those that a unit is written to; frozen tensors need every side.
+
+        A slot holds weights and masters of `chunk_elems`.
+        """
         self._queue = queue
         self._slots = slots
         self._values = values
         self._chunk_elems = chunk_elems
         self._sides = sides
         self._place = place
-        self._flying: deque[tuple[list[Region], list[aio.Ticket]]] = deque()
+        self._flying: deque[tuple[Region, list[aio.Ticket]]] = deque()
 
     def write(self, units: Iterable[Unit]) -> Iterator[tuple[Unit, dict[Role, bytes]]]:
-        """Write both halves of `units`; yield each with its checksums.
+        """Write weights and masters of `units`; yield each with its checksums.
 
         All is written when the iterator has ended.
         """
         units = list(units)
         with contextlib.closing(self._values.segments(units)) as segments:
             for unit in units:
-                sums = {Role.PARAM: BlockSums(), Role.MASTER_LO: BlockSums()}
+                sums = {role: BlockSums() for role in unit.states.weights.roles}
                 for chunk in chunks_of(unit.num_elems, self._chunk_elems):
                     self._write(unit, chunk, segments, sums)
                 yield unit, {role: found.finish() for role, found in sums.items()}
@@ -94,33 +86,38 @@ class InitialWriter:
         self, unit: Unit, chunk: Chunk, segments: Iterator[torch.Tensor],
         sums: dict[Role, BlockSums],
     ) -> None:  # fmt: skip
-        slots = self._lease_two()
-        hi = slots[0].tensor(torch.bfloat16, self._chunk_elems)
-        lo = slots[1].tensor(torch.int16, self._chunk_elems)
-        split_chunk(unit, chunk, segments, hi, lo)
+        slot = self._lease()
+        pieces, views = {}, {}
+        start, weights = 0, unit.states.weights
+        for role in weights.roles:
+            size = weights.elem_bytes(role) * self._chunk_elems
+            part = slot.part(start, size)
+            pieces[role] = part.tensor(masters.dtype_of(weights, role), self._chunk_elems)
+            views[role] = part.view
+            start += size
+        encode_chunk(unit, chunk, segments, pieces)
         tickets = []
-        for role, slot in ((Role.PARAM, slots[0]), (Role.MASTER_LO, slots[1])):
-            num_elems = min(unit.role_elems(role) - chunk.start, chunk.num_elems)
-            if num_elems <= 0:
+        for role, view in views.items():
+            stop = min(unit.role_elems(role), chunk.stop)
+            num_bytes = unit.byte_of(role, stop) - (first := unit.byte_of(role, chunk.start))
+            if num_bytes <= 0:
                 continue
-            view = slot.part(0, round_up(2 * num_elems, STORE_ALIGN_BYTES)).view
             for side in self._sides(unit):
                 at = self._place(unit, role, side)
-                tickets.append(self._queue.write(at.file, view, at.offset + 2 * chunk.start))
-            sums[role].add(view[: 2 * num_elems])  # while the drive writes
-        self._flying.append((slots, tickets))
+                padded = view[: round_up(num_bytes, STORE_ALIGN_BYTES)]
+                tickets.append(self._queue.write(at.file, padded, at.offset + first))
+            sums[role].add(view[:num_bytes])  # while the drive writes
+        self._flying.append((slot, tickets))
 
-    def _lease_two(self) -> list[Region]:
-        while self._slots.num_free < 2:
+    def _lease(self) -> Region:
+        while (slot := self._slots.lease()) is None:
             self._retire()
-        pair = [self._slots.lease(), self._slots.lease()]
-        return [slot for slot in pair if slot is not None]
+        return slot
 
     def _retire(self) -> None:
-        slots, tickets = self._flying.popleft()
+        slot, tickets = self._flying.popleft()
         try:
             for ticket in tickets:
                 ticket.wait()
         finally:
-            for slot in slots:
-                self._slots.give_back(slot)
+            self._slots.give_back(slot)

@@ -1,6 +1,6 @@
 """Small tensors: weights stay on the device, state in host memory (DESIGN M5).
 
-    region  [ param | master_lo | states | scales | grad ]   HOST, each role padded to 4096
+    region  [ param | master_lo or master | states | scales | grad ]   HOST, roles padded to 4096
     flat    compute_dtype, DEVICE, refreshed from `param` after each update
 
 They form one unit that is updated and written like any other, but never read after the start.
@@ -14,15 +14,14 @@ from typing import Protocol
 import torch
 
 import aio
+from offload.masters import dtype_of
 from offload.memory.slab import Region
 from offload.partition.chunk import Chunk
-from offload.partition.states import HALVES, MOMENTS
+from offload.partition.states import MOMENTS
 from offload.partition.unit import STORE_ALIGN_BYTES, Role, Unit, round_up
 from offload.runtime.binding import BoundUnit
 from offload.runtime.device import Device
-from offload.runtime.initial import split_chunk
-
-DTYPES = {Role.PARAM: torch.bfloat16, Role.MASTER_LO: torch.int16}
+from offload.runtime.initial import encode_chunk
 
 
 class _Place(Protocol):
@@ -38,12 +37,13 @@ class PersistentState:
     def __init__(self, bound: BoundUnit, region: Region, *, grad_bytes: int) -> None:
         self.bound = bound
         self.unit: Unit = bound.unit
+        self._weights = bound.unit.states.weights
         self._regions: dict[Role, Region] = {}
         start = 0
         for role in self.unit.roles:
-            # Frozen tensors keep both halves here, so that the device can always be refreshed.
-            halves = role in HALVES
-            num_bytes = 2 * self.unit.num_elems if halves else self.unit.role_bytes(role)
+            num_bytes = self.unit.role_bytes(role)
+            if role in self._weights.roles:  # of frozen tensors too
+                num_bytes = self.unit.num_elems * self._weights.elem_bytes(role)
             size = round_up(num_bytes, STORE_ALIGN_BYTES)
             self._regions[role] = region.part(start, size)
             start += size
@@ -55,8 +55,8 @@ class PersistentState:
         return self._regions[role]
 
     def tensor(self, role: Role) -> torch.Tensor:
-        """The flat buffer of a half; shares memory."""
-        return self._regions[role].tensor(DTYPES[role], self.unit.num_elems)
+        """The flat buffer of the weights or masters; shares memory."""
+        return self._regions[role].tensor(dtype_of(self._weights, role), self.unit.num_elems)
 
     def data(self, role: Role) -> torch.Tensor:
         """The bytes of a role that the store has too; shares memory."""
@@ -72,7 +72,7 @@ class PersistentState:
         """Take the masters from the live parameters; moments are zero."""
         live = (p.detach().reshape(-1) for p in self.bound.parameters if p.numel())
         whole = Chunk(0, 0, self.unit.num_elems)
-        split_chunk(self.unit, whole, live, self.tensor(Role.PARAM), self.tensor(Role.MASTER_LO))
+        encode_chunk(self.unit, whole, live, {r: self.tensor(r) for r in self._weights.roles})
         self.forget_moments()
 
     def transfer(
@@ -92,7 +92,7 @@ class PersistentState:
             ticket.wait()
         return num_bytes
 
-    def refresh(self, device: Device, *, exact: bool) -> None:
+    def refresh(self, device: Device) -> None:
         """Give the device the current weights."""
-        lo = self.tensor(Role.MASTER_LO) if exact else None
+        lo = self.tensor(Role.MASTER_LO) if self._weights.exact else None
         device.fill(self.bound.flat, self.tensor(Role.PARAM), lo)

@@ -19,7 +19,7 @@ import torch
 
 import aio
 from offload.memory.slab import Region
-from offload.partition.unit import Role
+from offload.partition.states import MOMENTS, Role
 
 
 class Extent(Protocol):
@@ -83,7 +83,7 @@ class ResidentBuffers:
         for (unit, role), region in self._regions.items():
             if unit not in stale:
                 continue
-            if unit in self._source.zero_moments and role not in (Role.PARAM, Role.MASTER_LO):
+            if unit in self._source.zero_moments and role in MOMENTS:
                 region.tensor(torch.uint8, region.num_bytes).zero_()
                 continue
             extent = self._source.place(unit, role)

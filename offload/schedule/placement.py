@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from offload.errors import BudgetError
-from offload.partition.states import FP32_MOMENTS, HALVES, StateTable
+from offload.partition.states import FP32_MOMENTS, StateTable
 from offload.partition.unit import STORE_ALIGN_BYTES, Unit, round_up
 from offload.schedule.resident import Candidate, choose
 
@@ -32,9 +32,9 @@ MAX_FETCH, PREFERRED_UPDATE, PREFERRED_SPILL = 64, 16, 4
 class Formats:
     """Bytes per element of what moves and of what computes."""
 
-    weight: int  # 2: bf16 weights move; 4: both halves
+    weight: int  # 2: 16-bit weights move; 4: whole ones
     compute: int
-    grad: int  # as kept: 2 for one micro-step in bf16, else 4
+    grad: int  # as kept: 2 for one micro-step in 16 bits, else 4
     states: StateTable = FP32_MOMENTS
 
 
@@ -81,8 +81,9 @@ def persistent_host_bytes(persistent: Unit | None) -> int:
     """Host bytes of the small tensors' state and gradients, each role padded."""
     if persistent is None:
         return 0
-    sizes = [persistent.num_elems * 2] * 2  # frozen tensors keep both halves
-    sizes += [persistent.role_bytes(role) for role in persistent.roles if role not in HALVES]
+    weights = persistent.states.weights  # frozen tensors keep their masters too
+    sizes = [persistent.num_elems * weights.elem_bytes(role) for role in weights.roles]
+    sizes += [persistent.role_bytes(role) for role in persistent.roles if role not in weights.roles]
     sizes.append(persistent.trainable_elems * SUM_BYTES)
     return sum(round_up(size, STORE_ALIGN_BYTES) for size in sizes)
 

@@ -32,17 +32,16 @@ class Candidate:
 
 def candidates(
     units: Sequence[Unit], roles: Iterable[Role], role_bytes: Callable[[Unit, Role], int], *,
-    exact: bool, wanted: Wanted,
+    fetched: Sequence[Role], wanted: Wanted,
 ) -> Iterator[Candidate]:  # fmt: skip
     """What may stay, most useful first.  `units` are in forward order.
 
-    `exact`: both halves of the weights are fetched, so both count as weights.
+    `fetched`: the roles that count as weights.
     """
-    weights = (Role.PARAM, Role.MASTER_LO) if exact else (Role.PARAM,)
-    state = [role for role in roles if role not in weights]
+    state = [role for role in roles if role not in fetched]
     if wanted.weights != "disk":
         for unit in units:
-            for role in weights:
+            for role in fetched:
                 yield from _candidate(unit, role, role_bytes, reads=2)
     if wanted.state != "disk":
         for position in spread_order(len(units)):
@@ -69,12 +68,12 @@ def choose(offered: Iterable[Candidate], room: int) -> list[Candidate]:
 
 
 def check_forced(
-    offered: Sequence[Candidate], chosen: Sequence[Candidate], wanted: Wanted, *, exact: bool
+    offered: Sequence[Candidate], chosen: Sequence[Candidate], wanted: Wanted, *,
+    fetched: Sequence[Role],
 ) -> None:  # fmt: skip
     """Raise BudgetError where something shall be in host memory and does not fit."""
-    weights = {Role.PARAM, Role.MASTER_LO} if exact else {Role.PARAM}
     for what, where in (("weights", wanted.weights), ("state", wanted.state)):
-        of_kind = [each for each in offered if (each.role in weights) == (what == "weights")]
+        of_kind = [each for each in offered if (each.role in fetched) == (what == "weights")]
         total = sum(each.num_bytes for each in of_kind)
         missing = total - sum(each.num_bytes for each in set(of_kind) & set(chosen))
         if where == "host" and missing:

@@ -1,7 +1,7 @@
 """Where each byte of a unit lies: one file per (unit, rank, side), extents in role order.
 
     0        4096
-    | header | param ... | master_lo ... | states ... | scales ... | checksums |
+    | header | param ... | master ... | states ... | scales ... | checksums |
                every part starts and ends on a multiple of 4096 bytes
 
 Both sides of a unit have the same layout and live on the same path.  Pure: no I/O.

@@ -162,6 +162,18 @@ def test_whole_weights_move_eight_bytes_more(folder):
     matches(per_param(traffic.write), STATE)
 
 
+@pytest.mark.parametrize("overlap", ["hold", "speculate"])
+def test_fp16_weights_beside_whole_masters_move_thirty_bytes_a_parameter(overlap, folder):
+    traffic = two_steps(folder, dtype="float16", loss_scale=1024, overlap=overlap)
+    state = {"update.master": 4, "update.exp_avg": 4, "update.exp_avg_sq": 4}
+    matches(per_param(traffic.read), {"forward.param": 2, "backward.param": 2, **state})
+    matches(per_param(traffic.write), {"update.param": 2, **state})
+    total = sum(per_param(traffic.read + traffic.write).values())
+    assert 29.5 < total <= 30 * PADDING
+    assert traffic.kernel_read == pytest.approx(sum(traffic.read.values()), rel=0.01)
+    assert traffic.kernel_write == pytest.approx(sum(traffic.write.values()), rel=0.01)
+
+
 def test_moments_that_are_zero_are_not_read(folder):
     first = run(folder, 1)
     assert first.read["update.exp_avg"] == first.read["update.exp_avg_sq"] == 0

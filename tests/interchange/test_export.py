@@ -7,12 +7,14 @@ from pathlib import Path
 import models
 import pytest
 import torch
+from click.testing import CliRunner
 from safetensors import safe_open
 from safetensors.torch import load_file, load_model
 from torch import nn
 
 from offload import OffloadEngine
-from offload.errors import ConfigError, OffloadError, StoreError
+from offload.cli.main import command
+from offload.errors import ConfigError, OffloadError, StateError, StoreError
 
 
 def open_engine(model, folder, **settings):
@@ -69,6 +71,37 @@ def test_a_bf16_export_has_the_weights_that_compute(engine, tmp_path):
     assert torch.equal(exported["embed.weight"].view(torch.int16), halves), "ties away from zero"
 
 
+@pytest.mark.parametrize("threshold", [0, 3000])
+def test_an_fp16_model_is_exported_as_it_moves_or_from_its_masters(threshold, tmp_path):
+    settings = {"dtype": "fp16", "loss_scale": 64, "param_persistence_threshold": threshold}
+    model = models.build(models.Decoder, tied=True, width=64)
+    with open_engine(model, tmp_path, name="half", **settings) as engine:
+        train(engine)
+        masters = {n: engine.full_fp32_param(n) for n, _ in model.named_parameters()}
+        for name in (None, "fp16", "bf16", "fp32"):
+            engine.export(tmp_path / str(name), dtype=name)
+    told = CliRunner().invoke(
+        command, ["export", str(tmp_path / "offload-half"), str(tmp_path / "0")]
+    )
+    assert told.exit_code == 0, told.output
+    types = {"bf16": torch.bfloat16, "fp32": torch.float32}
+    for name in ("None", "0", "fp16", "bf16", "fp32"):
+        exported = load_file(tmp_path / name / "model.safetensors")
+        dtype = types.get(name, torch.float16)
+        assert same(exported, {key: value.to(dtype) for key, value in masters.items()}), name
+
+
+def test_weights_beyond_fp16_are_not_exported_as_infinite(tmp_path):
+    model = models.build(models.Decoder, tied=True, width=64)
+    model.head.weight.data[3, 5] = 1e5
+    with (
+        open_engine(model, tmp_path) as engine,
+        pytest.raises(StateError, match="within float16's range"),
+    ):
+        engine.export(tmp_path / "out", dtype="fp16")
+    assert not list((tmp_path / "out").glob("*.safetensors"))
+
+
 def test_shards_respect_their_size_and_the_index_finds_everything(engine, tmp_path):
     engine.export(tmp_path / "one", dtype="fp32")
     engine.export(tmp_path / "many", dtype="fp32", max_shard_size="70kB")
@@ -108,7 +141,7 @@ class Corners(models.Decoder):
         self.register_buffer("steps", torch.tensor(7))
         self.register_buffer("mask", torch.ones(5, dtype=torch.bool))
         self.register_buffer("derived", torch.rand(3), persistent=False)
-        self.halved = nn.Parameter(torch.rand(6).half())
+        self.doubled = nn.Parameter(torch.rand(6).double())
         self.scalar = nn.Parameter(torch.tensor(0.3), requires_grad=False)
         self.blocks[1].requires_grad_(False)
 
@@ -120,7 +153,7 @@ class Corners(models.Decoder):
 def test_buffers_frozen_and_unmanaged_parameters_are_there_in_their_own_types(threshold, tmp_path):
     model = models.build(Corners)
     frozen = {n: p.detach().clone() for n, p in model.named_parameters() if not p.requires_grad}
-    half = model.halved.detach().clone()
+    doubled = model.doubled.detach().clone()
     with open_engine(
         model, tmp_path, param_persistence_threshold=threshold, dtype="float32"
     ) as engine:
@@ -132,7 +165,7 @@ def test_buffers_frozen_and_unmanaged_parameters_are_there_in_their_own_types(th
     assert "derived" not in exported
     assert exported["steps"].item() == 8
     assert exported["mask"].dtype is torch.bool
-    assert torch.equal(exported["halved"], half)
+    assert torch.equal(exported["doubled"], doubled)
     assert all(torch.equal(exported[name], value) for name, value in frozen.items())
 
 

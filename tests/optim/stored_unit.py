@@ -108,11 +108,16 @@ class StoredUnit:
     def _make_state(self) -> None:
         random = torch.Generator().manual_seed(self.seed)
         size = self.unit.trainable_elems  # padding gets values too: it must be carried through
-        weights = TensorState.of(torch.randn(size, generator=random), table=StateTable(()))
-        frozen = torch.randn(self.unit.num_elems - size, generator=random).to(torch.bfloat16)
+        values = torch.randn(size, generator=random)
+        frozen = torch.randn(self.unit.num_elems - size, generator=random)
+        if self.unit.states.weights.apart:
+            param, master = values.half(), values
+        else:
+            weights = TensorState.of(values, table=StateTable(()))
+            param, master = weights.param, weights.master_lo
         self.initial = {
-            Role.PARAM: torch.cat([weights.param, frozen]),
-            Role.MASTER_LO: weights.master_lo,
+            Role.PARAM: torch.cat([param, frozen.to(param.dtype)]),
+            self.unit.states.weights.master: master,
         }
         moments = (
             torch.randn(size, generator=random) * 0.1, torch.rand(size, generator=random) * 0.01
@@ -175,7 +180,13 @@ class StoredUnit:
             )
             key = kernels.tensor_key(slot.tensor.name)
             grad = self.initial[Role.GRAD][slot.start : slot.stop]
-            TensorState(*halves, states, key).update(grad, rows[row])
+            if self.unit.states.weights.apart:
+                weight, master = halves
+                origin = kernels.Origin(key)
+                whole = kernels.Whole(master, weight)
+                kernels.update(whole, states, grad, row=rows[row], origin=origin)
+            else:
+                TensorState(*halves, states, key).update(grad, rows[row])
         return {role: _raw(tensor) for role, tensor in after.items()}
 
     def written(self) -> dict[Role, bytes]:

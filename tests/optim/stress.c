@@ -37,7 +37,7 @@ static atomic_int failures, updated, cancelled, failed;
 /* Places of a chunk in the file: reads at `at`, writes CHUNK_BYTES * NUM_CHUNKS * NUM_SUBMITTERS later. */
 static void place(update_chunk *chunk, uint64_t at)
 {
-    static const uint32_t widths[UPDATE_NUM_ROLES] = {2, 2, 4, 4, 0, 0, 4};
+    static const uint32_t widths[UPDATE_NUM_ROLES] = {2, 2, 0, 4, 4, 0, 0, 4};
     for (uint32_t role = 0; role < UPDATE_NUM_ROLES; role++) {
         if (!widths[role])
             continue;

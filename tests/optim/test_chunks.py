@@ -9,7 +9,7 @@ from offload.kernels import tensor_key
 from offload.optim.chunks import StreamPlace, UnitTemplate, build_unit_chunks, stack
 from offload.optim.pipeline import UPDATE_COPY, UPDATE_ROLES
 from offload.partition.chunk import chunks_of, segments_of
-from offload.partition.unit import ELEM_BYTES, Role, TensorSpec, Unit, lay_out
+from offload.partition.unit import ELEM_BYTES, STATE_ROLES, Role, TensorSpec, Unit, lay_out
 
 IN_MEMORY = {role: StreamPlace(host_address=4096, elem_bytes=4) for role in UPDATE_ROLES}
 
@@ -62,13 +62,13 @@ def test_every_role_of_a_chunk_has_its_place_in_memory_and_in_both_files():
     read, write = FakeFile(), FakeFile()
     streams = {
         role: StreamPlace(1 << 20, (read, 4096 * index), (write, 8192 * index))
-        for index, role in enumerate(UPDATE_ROLES[:4])
+        for index, role in enumerate(STATE_ROLES)
     }
     streams[Role.GRAD] = StreamPlace.grad("float32", read=(read, 1 << 16))
     template = UnitTemplate.of(unit, chunk_elems=2048, streams=streams)
     assert set(template.files) == {read, write}
-    for index, role in enumerate(UPDATE_ROLES[:4]):
-        stream = template.chunks["streams"][:, index]
+    for index, role in enumerate(STATE_ROLES):
+        stream = template.chunks["streams"][:, UPDATE_ROLES.index(role)]
         width = ELEM_BYTES[role]
         assert stream["elem_bytes"].tolist() == [width] * 3
         assert stream["host"].tolist() == [(1 << 20) + i * 2048 * width for i in range(3)]

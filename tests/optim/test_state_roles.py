@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from stored_unit import ROWS, assert_updated, chunks_of, submit
+from stored_unit import ROWS, assert_updated, chunks_of, row_of, submit
 
 from offload import kernels
 from offload.errors import ConfigError, StateError
@@ -17,6 +18,7 @@ from offload.optim.pipeline import UPDATE_ROLES
 from offload.partition.chunk import state_borders, state_chunks
 from offload.partition.states import BLOCK_ELEMS, SCALES, STATES, Role, StateTable
 from offload.partition.unit import TensorSpec, Unit, lay_out
+from offload.partition.weights import APART
 from offload.store.extents import UnitExtents
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -155,3 +157,48 @@ def test_a_state_can_be_read_and_written_outside_of_an_update() -> None:
     back = torch.empty(1000)
     kernels.state_decode(coded, back)
     assert (back - values).abs().max() <= values.abs().max() / 15
+
+
+@pytest.mark.parametrize("weight", ["nowhere", "host"])
+@pytest.mark.parametrize("dtype", TABLES)
+def test_the_weight_of_a_whole_master_is_made_and_not_read(
+    dtype, weight, open_pipeline, store_unit
+) -> None:
+    """Padding and a tensor without a row are copied through: their weights are made as well."""
+    table = replace(TABLES[dtype], weights=APART)
+    chunk_elems = C if table.packs else 4096
+    placement = {Role.PARAM: "zero" if weight == "nowhere" else "host"}
+    stored = store_unit(sizes=SIZES, states=table, grad_dtype="float16", placement=placement)
+    if weight == "nowhere":  # the fixture zeroed what must not be looked at
+        master = stored.initial[Role.MASTER]
+        stored.initial[Role.PARAM][: len(master)] = master.half()
+    rows = row_of(stored) | {"block.1": None}
+    pipeline = open_pipeline(chunk_elems=chunk_elems, states=table, num_threads=2)
+    job = submit(pipeline, stored, chunk_elems=chunk_elems, rows=rows, checksums=True)
+    job.wait()
+    expected = stored.expected(ROWS, rows)
+    written = stored.written()
+    size = 2 * stored.unit.trainable_elems
+    assert written[Role.PARAM][:size] == expected[Role.PARAM][:size]
+    assert {**written, Role.PARAM: b""} == {**expected, Role.PARAM: b""}
+    assert job.stats.read_bytes[Role.PARAM] == 0
+    assert job.stats.write_bytes[Role.MASTER] >= 2 * job.stats.write_bytes[Role.PARAM] - 8192
+    assert job.checksums(0).keys() == set(stored.unit.roles)
+
+
+def test_a_chunk_has_one_master_and_its_segments_in_order(open_pipeline, store_unit) -> None:
+    table = StateTable(weights=APART)
+    stored = store_unit(sizes=SIZES, states=table, grad_dtype="float16")
+    pipeline = open_pipeline(chunk_elems=C, states=table)
+    lo, master = (UPDATE_ROLES.index(role) for role in (Role.MASTER_LO, Role.MASTER))
+    for change in (
+        lambda chunks, segments: chunks["streams"]["elem_bytes"][0].__setitem__(lo, 2),
+        lambda chunks, segments: chunks["streams"]["elem_bytes"][0].__setitem__(master, 2),
+        lambda chunks, segments: chunks["streams"]["elem_bytes"][0].__setitem__(master, 0),
+        lambda chunks, segments: chunks["streams"]["format"][0].__setitem__(0, 0),
+        lambda chunks, segments: segments["start"][1:2].__setitem__(0, C - 1),
+    ):
+        chunks, segments = chunks_of(stored, chunk_elems=4 * C)
+        change(chunks, segments)
+        with pytest.raises(StateError, match="inconsistent"):
+            pipeline.submit(chunks, segments, ROWS, np.ones(1, np.uint8))

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from offload import OffloadEngine
 
-BF16, FP32 = torch.bfloat16, torch.float32
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,7 @@ class Case:
     num_steps: int = 4
     state_dtype: str = "fp32"
     batch_options: tuple[tuple[str, Any], ...] = ()
+    scaling: tuple[tuple[str, Any], ...] = ()  # of the loss, with dtype FP16
 
     def model(self) -> nn.Module:
         model = models.build(self.kind, **dict(self.options))
@@ -49,9 +50,11 @@ class Case:
         return [models.batch(first + index, **options) for index in range(self.accumulation)]
 
     def oracle(self) -> Oracle:
+        scaling = dict(self.scaling)
         return Oracle(
             self.model(), self.dtype, self.compute_dtype, self.groups, self.clipping,
-            state_dtype=self.state_dtype,
+            state_dtype=self.state_dtype, scale=2.0 ** scaling.get("initial_scale_power", 0),
+            window=scaling.get("loss_scale_window", 1000),
         )  # fmt: skip
 
     @contextmanager
@@ -80,6 +83,7 @@ class Case:
             "placement": "disk",  # everything moves
             "param_persistence_threshold": 0,
             "device": "cpu",
+            **dict(self.scaling),
         }
 
     def param_groups(self, model: nn.Module) -> list[dict[str, Any]]:
@@ -99,7 +103,8 @@ class Trained:
     """What training left: per micro-step, per step, per parameter."""
 
     losses: list[float] = field(default_factory=list)
-    norms: list[float] = field(default_factory=list)
+    norms: list[float | None] = field(default_factory=list)  # None: the step was skipped
+    scales: list[float] = field(default_factory=list)
     masters: dict[str, Tensor] = field(default_factory=dict)
     exp_avgs: dict[str, Tensor] = field(default_factory=dict)
     exp_avg_sqs: dict[str, Tensor] = field(default_factory=dict)
@@ -116,11 +121,13 @@ def train_in_memory(case: Case) -> Trained:
 def oracle_step(oracle: Oracle, case: Case, step: int, trained: Trained) -> None:
     for batch in case.batches(step):
         loss = oracle.model(*batch)
-        (loss / case.accumulation if case.accumulation > 1 else loss).backward()
+        mean = loss / case.accumulation if case.accumulation > 1 else loss
+        (mean * oracle.scale).backward()
         oracle.keep_gradients()
         trained.losses.append(loss.item())
-    oracle.step()
-    trained.norms.append(oracle.grad_norm)
+    taken = oracle.step()
+    trained.norms.append(oracle.grad_norm if taken else None)
+    trained.scales.append(oracle.scale)
 
 
 def engine_step(engine: OffloadEngine, case: Case, step: int, trained: Trained) -> None:
@@ -129,7 +136,8 @@ def engine_step(engine: OffloadEngine, case: Case, step: int, trained: Trained) 
         engine.backward(loss)
         engine.step()
         trained.losses.append(loss.item())
-    trained.norms.append(engine.grad_norm)
+    trained.norms.append(engine.grad_norm if math.isfinite(engine.grad_norm) else None)
+    trained.scales.append(engine.scale.value)
 
 
 def train_offloaded(engine: OffloadEngine, case: Case) -> Trained:
@@ -161,6 +169,7 @@ def assert_same(offloaded: Trained, in_memory: Trained) -> None:
     """Equal bit for bit; losses and norms in order, so that the first difference is named."""
     assert offloaded.losses == in_memory.losses
     assert offloaded.norms == in_memory.norms
+    assert offloaded.scales == in_memory.scales
     for role in ("masters", "exp_avgs", "exp_avg_sqs"):
         ours, theirs = getattr(offloaded, role), getattr(in_memory, role)
         assert ours.keys() == theirs.keys()

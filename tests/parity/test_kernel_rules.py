@@ -129,3 +129,14 @@ def test_other_formats_of_state_train_too(case, state_dtype, tmp_path):
         twin.assert_moved(twin.masters(engine))
     assert found == pytest.approx(norms, rel=0.2)
     assert found != norms
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_fp16_weights_beside_whole_masters_give_the_bits_of_memory(case, tmp_path):
+    name, (base, spare) = NAMES.get(case, case), CASES[case]
+    memory = twin.InMemory(twin.build(), in_memory(name), base, spare, scale=512.0)
+    memory.train(0, twin.NUM_STEPS)
+    settings = {"dtype": "fp16", "initial_scale_power": 9, "overlap": "speculate"}
+    with twin.engine(tmp_path, name, base, spare, **settings) as engine:
+        twin.assert_same_training(engine, memory)
+        twin.assert_moved(twin.masters(engine))

@@ -58,3 +58,16 @@ def test_an_instance_is_taken_with_its_groups_and_its_scheduler(tmp_path):
             scheduler.step()
         assert [group["lr"] for group in engine.optimizer.param_groups] == [0.0125, 0.00125]
         assert engine.full_optimizer_state("spare.weight", "momentum_buffer").any()
+
+
+@pytest.mark.parametrize("threshold", [0, 1000])
+def test_fp16_weights_beside_whole_masters_give_the_bits_of_memory(threshold, tmp_path):
+    cls, base, spare = ELEMENTWISE["RAdam"]
+    memory = twin.InMemory(twin.build(), cls, base, spare, scale=512.0).train(0, twin.NUM_STEPS)
+    settings = {"dtype": "fp16", "loss_scale": 512, "param_persistence_threshold": threshold}
+    with twin.engine(tmp_path, cls, base, spare, **settings) as engine:
+        twin.assert_same_training(engine, memory)
+        twin.assert_moved(twin.masters(engine))
+        seen = engine.module.state_dict()
+        for name, master in memory.masters.items():
+            assert torch.equal(seen[name], master.detach().half()), name

@@ -91,3 +91,10 @@ def test_a_shape_that_the_class_does_not_take_is_refused_by_name(tmp_path):
         twin.engine(tmp_path, optim.Muon, {"lr": 1e-2}, {}),
     ):
         pass
+
+
+def test_fp16_weights_beside_whole_masters_give_the_bits_of_memory(tmp_path):
+    memory = twin.InMemory(twin.build(), *ADAFACTOR, scale=512.0).train(0, twin.NUM_STEPS)
+    with twin.engine(tmp_path, *ADAFACTOR, dtype="fp16", initial_scale_power=9) as engine:
+        twin.assert_same_training(engine, memory)
+        twin.assert_moved(twin.masters(engine))

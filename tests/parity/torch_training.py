@@ -74,12 +74,16 @@ def groups_of(model: nn.Module, base: dict[str, Any], spare: dict[str, Any]) -> 
 
 @dataclass
 class InMemory:
-    """Training in plain torch; `masters` are fp32, the model holds their bf16 halves as fp32."""
+    """Training in plain torch; `masters` are fp32, the model holds their bf16 halves as fp32.
+
+    With a loss scale it holds them rounded to fp16.
+    """
 
     model: nn.Module
     cls: type[torch.optim.Optimizer]
     base: dict[str, Any]
     spare: dict[str, Any]
+    scale: float | None = None
     norms: list[float] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -98,7 +102,7 @@ class InMemory:
 
     def train(self, first: int, stop: int) -> InMemory:
         for step in range(first, stop):
-            self.model(*batch(step)).backward()
+            (self.model(*batch(step)) * (self.scale or 1.0)).backward()
             self._step()
         return self
 
@@ -106,14 +110,14 @@ class InMemory:
         total = 0.0
         for name, param in self.model.named_parameters():
             if param.grad is not None:
-                grad = param.grad.to(torch.bfloat16).float()
+                grad = param.grad.to(torch.float16 if self.scale else torch.bfloat16).float()
                 self.masters[name].grad = grad
                 norm = kernels.Norm(1)
                 kernels.norm_add(grad, norm, 0)
                 total += norm.value(0)
                 param.grad = None
-        self.norms.append(math.sqrt(total))
-        factor = min(1.0, CLIPPING / (self.norms[-1] + 1e-6))
+        self.norms.append(math.sqrt(total) / (self.scale or 1.0))
+        factor = min(1.0, CLIPPING / (self.norms[-1] + 1e-6)) / (self.scale or 1.0)
         for master in self.masters.values():
             if master.grad is not None:
                 master.grad.mul_(factor)
@@ -124,6 +128,9 @@ class InMemory:
     def _fill(self) -> None:
         for name, param in self.model.named_parameters():
             master = self.masters.get(name, param).detach()
+            if self.scale:
+                param.data = master.half().float()
+                continue
             hi = torch.empty(master.shape, dtype=torch.bfloat16)
             kernels.split(master.contiguous(), hi, torch.empty(master.shape, dtype=torch.int16))
             param.data = hi.float()

@@ -10,6 +10,7 @@ import pytest
 from offload.config import Wanted
 from offload.errors import BudgetError
 from offload.partition.unit import ELEM_BYTES, STATE_ROLES, Role, TensorSpec, Unit, lay_out
+from offload.partition.weights import EXACT, SPLIT
 from offload.schedule.resident import (
     Candidate,
     candidates,
@@ -28,7 +29,7 @@ def role_bytes(unit: Unit, role: Role) -> int:
 
 
 def offer(sizes: list[int], **settings: object) -> list[Candidate]:
-    defaults = {"exact": False, "wanted": Wanted()}
+    defaults = {"fetched": SPLIT.fetched, "wanted": Wanted()}
     return list(
         candidates(make_units(sizes), STATE_ROLES, role_bytes, **defaults | settings)  # type: ignore[arg-type]
     )
@@ -64,7 +65,7 @@ def test_weights_come_before_state_and_the_front_before_the_back() -> None:
 
 
 def test_whole_fp32_weights_are_both_halves() -> None:
-    offered = offer([4096] * 2, exact=True)
+    offered = offer([4096] * 2, fetched=EXACT.fetched)
     assert [each.role for each in offered[:4]] == [Role.PARAM, Role.MASTER_LO] * 2
     assert {each.reads for each in offered[:4]} == {2}
     assert {each.role for each in offered[4:]} == {Role.EXP_AVG, Role.EXP_AVG_SQ}
@@ -77,16 +78,18 @@ def test_what_shall_be_on_disk_is_not_offered() -> None:
 
 def test_what_shall_be_in_memory_and_does_not_fit_is_refused() -> None:
     offered = offer([4096] * 2)
-    check_forced(offered, choose(offered, 16384), Wanted("host", "auto"), exact=False)
+    check_forced(offered, choose(offered, 16384), Wanted("host", "auto"), fetched=SPLIT.fetched)
     with pytest.raises(
         BudgetError, match=r"all state .* 81,920 bytes, got room for all but 81,920"
     ):
-        check_forced(offered, choose(offered, 16384), Wanted("auto", "host"), exact=False)
+        check_forced(offered, choose(offered, 16384), Wanted("auto", "host"), fetched=SPLIT.fetched)
 
 
 def test_frozen_units_offer_only_weights() -> None:
     unit = lay_out("unit", 0, [TensorSpec("w", (4096,), trainable=False)])
-    offered = list(candidates([unit], STATE_ROLES, role_bytes, exact=False, wanted=Wanted()))
+    offered = list(
+        candidates([unit], STATE_ROLES, role_bytes, fetched=SPLIT.fetched, wanted=Wanted())
+    )
     assert [(each.role, each.num_bytes) for each in offered] == [(Role.PARAM, 8192)]
 
 
