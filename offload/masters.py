@@ -22,6 +22,13 @@ def dtype_of(weights: Weights, role: Role) -> torch.dtype:
     return found
 
 
+def moved_dtype(weights: Weights) -> torch.dtype:
+    """What moves to the device."""
+    found = getattr(torch, weights.dtype)
+    assert isinstance(found, torch.dtype)
+    return found
+
+
 def encode(
     weights: Weights,
     values: Tensor,  # (n,) of any floating type, anywhere

@@ -25,6 +25,8 @@ from torch import Tensor, nn
 
 from offload import kernels
 
+FP32 = torch.float32
+
 
 @dataclass
 class State:
@@ -34,6 +36,7 @@ class State:
     lo: Tensor  # (numel,) int16; or fp32: the master
     moments: tuple[kernels.State, kernels.State]
     key: int  # of the name: chooses how moments are rounded
+    moves: torch.dtype  # FP32 for those that stay so in a model of 16 bits
     step: int = 0
     kept: Tensor | None = None  # (numel,) fp32, this step's sum of rounded contributions
 
@@ -98,13 +101,16 @@ class Oracle:
     grad_norm: float = math.nan
 
     def __post_init__(self) -> None:
+        types = {param.dtype for param in self.model.parameters()}
+        mixed = bool(types & {torch.bfloat16, torch.float16})
         kinds = (nn.Embedding, nn.EmbeddingBag)
         embeddings = {id(m.weight) for m in self.model.modules() if isinstance(m, kinds)}
         packs = self.state_dtype == "int8"
         for name, param in self.model.named_parameters():
             plain = param.dim() < 2 or id(param) in embeddings
             kept = "fp32" if plain and packs else self.state_dtype
-            state = _split(name, param, kept, half=self.dtype is torch.float16)
+            moves = FP32 if mixed and param.dtype is FP32 else self.dtype
+            state = _split(name, param, kept, moves)
             self._fill(param, state)
             if param.requires_grad:
                 self.states[name] = state
@@ -113,8 +119,8 @@ class Oracle:
         """End a micro-step: take the model's gradients away."""
         for name, param in self.model.named_parameters():
             if param.grad is not None:
-                rounded = param.grad.flatten().to(self.dtype).float()
                 state = self.states[name]
+                rounded = param.grad.flatten().to(state.moves).float()
                 state.kept = rounded if state.kept is None else state.kept + rounded
                 param.grad = None
 
@@ -157,14 +163,15 @@ class Oracle:
             decoupled=self.decoupled,
             grad_scale=min(factor, 1.0) / self.scale,
         )
-        half, origin = self.dtype is torch.float16, kernels.Origin(state.key)
+        half, origin = state.moves is torch.float16, kernels.Origin(state.key)
         master = kernels.Whole(state.lo, state.hi) if half else kernels.Split(state.hi, state.lo)
         kernels.update(master, state.moments, state.kept, row=row, origin=origin)
 
     def _fill(self, param: Tensor, state: State) -> None:
         """Give the model what computes: the converted high half, or the whole master."""
-        weight = state.master if self.dtype is torch.float32 else state.hi.clone()
-        param.data = weight.to(self.compute_dtype).view(param.shape)
+        weight = state.master if state.moves is FP32 else state.hi.clone()
+        computes = FP32 if state.moves is FP32 else self.compute_dtype
+        param.data = weight.to(computes).view(param.shape)
 
 
 _DTYPES = {
@@ -174,11 +181,11 @@ _DTYPES = {
 }
 
 
-def _split(name: str, param: Tensor, state_dtype: str, *, half: bool) -> State:
+def _split(name: str, param: Tensor, state_dtype: str, moves: torch.dtype) -> State:
     master = param.detach().float().flatten().contiguous()
     hi = torch.empty(master.numel(), dtype=torch.bfloat16)
     lo = torch.empty(master.numel(), dtype=torch.int16)
-    if half:
+    if moves is torch.float16:
         hi, lo = master.half(), master.clone()
     else:
         kernels.split(master, hi, lo)
@@ -186,7 +193,7 @@ def _split(name: str, param: Tensor, state_dtype: str, *, half: bool) -> State:
     for moment, dtype in zip(("exp_avg", "exp_avg_sq"), _DTYPES[state_dtype], strict=True):
         scale = torch.zeros(-(-len(master) // 256)) if state_dtype == "int8" else None
         moments.append(kernels.State(moment, torch.zeros(len(master), dtype=dtype), scale))
-    return State(hi, lo, (moments[0], moments[1]), kernels.tensor_key(name))
+    return State(hi, lo, (moments[0], moments[1]), kernels.tensor_key(name), moves)
 
 
 def _norm(states: Iterable[State]) -> float:

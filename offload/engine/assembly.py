@@ -74,10 +74,13 @@ class Blueprint:
     @property
     def weight_capacity(self) -> int:
         """Bytes of the device budget for weights of units that come and go."""
-        largest = max((unit.trainable_elems for unit in self.found.units), default=0)
+        size = self.formats.compute_of
+        largest = max((u.trainable_elems * size(u) for u in self.found.units), default=0)
         persistent = self.found.persistent
-        fixed = (persistent.num_elems + persistent.trainable_elems) if persistent else 0
-        return self.device_memory - (largest + fixed) * self.formats.compute
+        fixed = 0
+        if persistent:
+            fixed = (persistent.num_elems + persistent.trainable_elems) * size(persistent)
+        return self.device_memory - largest - fixed
 
 
 def plan(model: nn.Module, config: EngineConfig, rule: Rule) -> Blueprint:
@@ -94,11 +97,11 @@ def plan(model: nn.Module, config: EngineConfig, rule: Rule) -> Blueprint:
         raise ConfigError(f"model {type(model).__name__}: expected float parameters, got none.")
     several = config.gradient_accumulation_steps > 1
     formats = Formats(
-        weight=weights.fetched_bytes, compute=compute.itemsize,
-        grad=4 if several else config.dtype.itemsize, states=states,
+        weight=max((u.states.weights.fetched_bytes for u in found.units), default=2),
+        compute=compute.itemsize, grad=4 if several else config.dtype.itemsize, states=states,
     )  # fmt: skip
     least = device_least_bytes(found.units, found.persistent, formats)
-    largest = max((unit.num_elems for unit in found.units), default=0) * formats.compute
+    largest = max((u.num_elems * formats.compute_of(u) for u in found.units), default=0)
     device_memory = config.device_memory or _free_device(device, least + largest)
     check_device(device_memory, found.units, found.persistent, formats)
     host = config.host_memory or default_host_memory()
@@ -108,13 +111,13 @@ def plan(model: nn.Module, config: EngineConfig, rule: Rule) -> Blueprint:
     whole = max((round_up(unit.num_elems, CHUNK_MULTIPLE) for unit in found.units), default=None)
     # Beside another owner nothing may be kept: it changes what is read.
     fixed = packings or config.read_only
-    offered = [] if fixed else offer(found.units, config, weights.fetched)
+    offered = [] if fixed else offer(found.units, config)
     placement = place(
         found.units, found.persistent, formats, host_memory=host,
         chunk_elems=whole if packings else config.chunk_elems,
         offered=offered,
     )  # fmt: skip
-    check_forced(offered, placement.resident, config.placement, fetched=weights.fetched)
+    check_forced(offered, placement.resident, config.placement)
     threads = plan_threads(
         Processors.here(), beside_compute=device.type == "cpu" and config.overlap != "hold",
         update_threads=config.update_threads, update_cpus=config.update_cpus,
@@ -125,14 +128,13 @@ def plan(model: nn.Module, config: EngineConfig, rule: Rule) -> Blueprint:
     )  # fmt: skip
 
 
-def offer(units: Sequence[Unit], config: EngineConfig, fetched: Sequence[Role]) -> list[Candidate]:
+def offer(units: Sequence[Unit], config: EngineConfig) -> list[Candidate]:
     """What may stay in host memory."""
 
     def role_bytes(unit: Unit, role: Role) -> int:
         return UnitExtents.of(unit).role_bytes[role]
 
-    roles = units[0].roles if units else ()
-    return list(candidates(units, roles, role_bytes, fetched=fetched, wanted=config.placement))
+    return list(candidates(units, role_bytes, wanted=config.placement))
 
 
 def choose_states(rule: Rule, dtype: str) -> StateTable:

@@ -25,6 +25,7 @@ from offload.engine.reader import Reader, current, snapshot
 from offload.engine.speculate import Assumption, Speculator
 from offload.engine.step import Groups, Stepper
 from offload.engine.updates import UpdateBuilder
+from offload.masters import moved_dtype
 from offload.memory.host import trim_heap
 from offload.metrics import Metrics
 from offload.optim.choice import progress_of
@@ -157,9 +158,9 @@ def _lay_ground(
 
 def _bind(blueprint: Blueprint, unit: Unit) -> BoundUnit:
     parameters = blueprint.found.parameters
-    return BoundUnit(
-        unit, parameters, dtype=blueprint.compute_dtype, device=blueprint.device
-    )  # fmt: skip
+    exact = unit.states.weights.exact
+    dtype = torch.float32 if exact else blueprint.compute_dtype
+    return BoundUnit(unit, parameters, dtype=dtype, device=blueprint.device)
 
 
 def _build(ground: Ground, captures: Captures) -> Parts:
@@ -282,10 +283,11 @@ def _residency(ground: Ground) -> tuple[ParameterGuard, Residency]:
 
 def _keeper(ground: Ground) -> GradientKeeper:
     blueprint = ground.blueprint
-    dtype = blueprint.config.dtype if blueprint.formats.grad == 2 else torch.float32
     first = 0
     kept = []
     for unit in blueprint.units:
+        round_to = moved_dtype(unit.states.weights)
+        dtype = round_to if blueprint.formats.grad_of(unit) == 2 else torch.float32
         region = ground.memory.held.get(unit.index)
         if ground.persistent is not None and unit is ground.persistent.unit:
             region = ground.persistent.grad
@@ -293,14 +295,14 @@ def _keeper(ground: Ground) -> GradientKeeper:
         if unit.index in blueprint.placement.spilled and not ground.store.read_only:
             file = ground.store.scratch(f"grad-{unit.index}", grad_bytes(unit, blueprint.formats))
             spill = SpillFile(unit, file, dtype)
-        kept.append(KeptUnit(unit, first, dtype, region=region, spill=spill))
+        kept.append(KeptUnit(unit, first, dtype, round_to, region=region, spill=spill))
         first += len(unit.slots)
     spiller = Spiller(
         ground.queue, ground.memory.spill, chunk_elems=blueprint.placement.chunk_elems,
         deadline=ground.ledger.deadline, metrics=ground.metrics,
     )  # fmt: skip
     return GradientKeeper(
-        kept, round_to=blueprint.config.dtype, device=ground.device, spiller=spiller,
+        kept, device=ground.device, spiller=spiller,
         wait=ground.ledger.wait, scratch=ground.store.scratch,
     )  # fmt: skip
 
@@ -326,11 +328,10 @@ def take_over(model: nn.Module, parts: Parts) -> None:
         parts.guard.making_state_dict = False
         wanted = [(key, name) for key, name in places if prefix + key in state]
         names = list(dict.fromkeys(name for _, name in wanted))
-        dtype = ground.blueprint.config.dtype
         store = ground.store
         with current(store):
             folder = None if store.read_only else store.folders[0]  # it may not be ours to write
-            tensors = snapshot(parts.reader, names, dtype, folder)
+            tensors = snapshot(parts.reader, names, folder)
         for key, name in wanted:
             state[prefix + key] = tensors[name]
 

@@ -16,7 +16,7 @@ from offload.interchange.export import Exportable, Held, Stored, check_dtype
 from offload.interchange.notes import ModelNotes
 from offload.interchange.read_ahead import WeightStream
 from offload.interchange.safetensors_file import TensorEntry
-from offload.masters import dtype_of, rounded
+from offload.masters import dtype_of, moved_dtype, rounded
 from offload.partition.unit import Role, Unit
 from offload.store.files import Extent
 
@@ -41,10 +41,11 @@ def exportable(parts: Parts, model: nn.Module, *, dtype: Any, notes: ModelNotes)
         for slot in unit.slots:
             name = slot.tensor.name
             source: Stored | Held = Stored(unit, slot)
+            own = moved_dtype(unit.states.weights) if dtype is None else chosen
             if unit is small:
-                source = _held(parts, name, chosen)
+                source = _held(parts, name, own)
             key = notes.renamed.get(name, name)
-            sources[key] = (TensorEntry(key, slot.tensor.shape, chosen), source)
+            sources[key] = (TensorEntry(key, slot.tensor.shape, own), source)
     managed = ground.blueprint.found.parameters
     others = {name: p for name, p in model.named_parameters() if name not in managed}
     buffers = dict(model.named_buffers())

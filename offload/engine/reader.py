@@ -145,10 +145,8 @@ def current(store: Store) -> Iterator[None]:
         )
 
 
-def snapshot(
-    reader: Reader, names: list[str], dtype: torch.dtype, folder: Path | None
-) -> dict[str, torch.Tensor]:
-    """Full weights by name, each a private memory map of an unlinked file in `folder`.
+def snapshot(reader: Reader, names: list[str], folder: Path | None) -> dict[str, torch.Tensor]:
+    """Full weights by name, as they move, each a private map of an unlinked file in `folder`.
 
     None: where temporary files go.
     """
@@ -158,23 +156,23 @@ def snapshot(
         places: dict[str, tuple[int, int]] = {}
         offset = 0
         for name in names:
-            _, slot = reader.find(name)
-            num_bytes = slot.tensor.num_elems * dtype.itemsize
+            unit, slot = reader.find(name)
+            num_bytes = slot.tensor.num_elems * unit.states.weights.fetched_bytes
             places[name] = (offset, num_bytes)
             offset = round_up(offset + num_bytes, mmap.ALLOCATIONGRANULARITY)
         os.posix_fallocate(file, 0, max(offset, 1))
         for name in names:
-            _write(file, places[name][0], reader, name, dtype)
-        return {name: _map(file, *places[name], reader.find(name)[1], dtype) for name in names}
+            _write(file, places[name][0], reader, name)
+        return {name: _map(file, *places[name], *reader.find(name)) for name in names}
     finally:
         os.close(file)
 
 
-def _write(file: int, offset: int, reader: Reader, name: str, dtype: torch.dtype) -> None:
+def _write(file: int, offset: int, reader: Reader, name: str) -> None:
     unit, slot = reader.find(name)
     for start in range(slot.start, slot.stop, PIECE_ELEMS):
         stop = min(start + PIECE_ELEMS, slot.stop)
-        if dtype is torch.float32:
+        if unit.states.weights.exact:
             piece = torch.empty(stop - start, dtype=torch.float32)
             reader.master_range(unit, start, piece)
         else:
@@ -186,8 +184,9 @@ def _write(file: int, offset: int, reader: Reader, name: str, dtype: torch.dtype
 
 
 def _map(
-    file: int, offset: int, num_bytes: int, slot: Slot, dtype: torch.dtype
+    file: int, offset: int, num_bytes: int, unit: Unit, slot: Slot
 ) -> torch.Tensor:  # fmt: skip
+    dtype = masters.moved_dtype(unit.states.weights)
     if not num_bytes:
         return torch.empty(slot.tensor.shape, dtype=dtype)
     memory = mmap.mmap(file, num_bytes, access=mmap.ACCESS_COPY, offset=offset)

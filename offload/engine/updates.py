@@ -109,8 +109,7 @@ class UpdateBuilder:
         here = self.resident.region(unit.index, role)
         if here is not None:
             return StreamPlace(host_address=here.address, write=to)
-        halves = unit.states.weights
-        if (zero and role in MOMENTS) or (role in halves.roles and role not in halves.updated_from):
+        if (zero and role in MOMENTS) or role in unit.states.weights.made:
             return StreamPlace(write=to)
         return StreamPlace(read=(read.file, read.offset), write=to)
 

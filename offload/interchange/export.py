@@ -52,7 +52,7 @@ class Exportable:
     sources: Mapping[str, tuple[TensorEntry, Stored | Held]]
     stream: WeightStream
     notes: ModelNotes
-    dtype: torch.dtype  # of the weights as they are written
+    dtype: torch.dtype  # of the weights as they are written; some may stay fp32
     check: Callable[[], None]  # raises where what was read may have changed meanwhile
 
     @property
@@ -188,9 +188,10 @@ def _bar(model: Exportable, progress: bool) -> tqdm:
 
 def _stored_pieces(model: Exportable, entries: Sequence[TensorEntry]) -> Iterator[torch.Tensor]:
     """Pieces of everything that lies in the store, in the order of `entries`."""
-    sources = [model.sources[entry.name][1] for entry in entries]
-    stored = [(item.unit, item.slot) for item in sources if isinstance(item, Stored)]
-    return model.stream.pieces(stored, model.dtype)
+    sources = [model.sources[entry.name] for entry in entries]
+    return model.stream.pieces(
+        [(item.unit, item.slot, entry.dtype) for entry, item in sources if isinstance(item, Stored)]
+    )
 
 
 def _pieces(

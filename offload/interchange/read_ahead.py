@@ -36,6 +36,7 @@ class _Piece:
     lane: memoryview
     num_elems: int
     unit: Unit
+    dtype: torch.dtype  # asked for
     views: dict[Role, memoryview]  # exactly the elements
     tickets: list[aio.Ticket]
 
@@ -47,10 +48,8 @@ class WeightStream:
         self.queue = queue
         self._origin = origin
 
-    def pieces(
-        self, tensors: Iterable[tuple[Unit, Slot]], dtype: torch.dtype
-    ) -> Iterator[torch.Tensor]:
-        """Yield each tensor's elements in flat pieces of PIECE_ELEMS, the last one shorter.
+    def pieces(self, tensors: Iterable[tuple[Unit, Slot, torch.dtype]]) -> Iterator[torch.Tensor]:
+        """Yield each tensor's elements, as the type asked for, in flat pieces of PIECE_ELEMS.
 
         A piece is valid until the next one is asked for.
         """
@@ -59,13 +58,13 @@ class WeightStream:
             out = torch.empty(PIECE_ELEMS, dtype=torch.float32)
             flying: deque[_Piece] = deque()
             try:
-                for unit, start, stop in _cut(tensors):
+                for unit, elems, dtype in _cut(tensors):
                     if not lanes:
-                        yield _finish(flying[0], dtype, out)
+                        yield _finish(flying[0], out)
                         lanes.append(flying.popleft().lane)
-                    flying.append(self._submit(unit, (start, stop), dtype, lanes.popleft()))
+                    flying.append(self._submit(unit, elems, dtype, lanes.popleft()))
                 while flying:
-                    yield _finish(flying[0], dtype, out)
+                    yield _finish(flying[0], out)
                     flying.popleft()
             finally:
                 _abandon(flying)
@@ -90,16 +89,18 @@ class WeightStream:
             tickets.append(self.queue.read(at.file, target, at.offset + first))
             views[role] = target[start * size - first : stop * size - first]
             used += last - first
-        return _Piece(lane, stop - start, unit, views, tickets)
+        return _Piece(lane, stop - start, unit, dtype, views, tickets)
 
 
-def _cut(tensors: Iterable[tuple[Unit, Slot]]) -> Iterator[tuple[Unit, int, int]]:
-    for unit, slot in tensors:
+def _cut(
+    tensors: Iterable[tuple[Unit, Slot, torch.dtype]],
+) -> Iterator[tuple[Unit, tuple[int, int], torch.dtype]]:
+    for unit, slot, dtype in tensors:
         for start in range(slot.start, slot.stop, PIECE_ELEMS):
-            yield unit, start, min(start + PIECE_ELEMS, slot.stop)
+            yield unit, (start, min(start + PIECE_ELEMS, slot.stop)), dtype
 
 
-def _finish(piece: _Piece, dtype: torch.dtype, out: torch.Tensor) -> torch.Tensor:
+def _finish(piece: _Piece, out: torch.Tensor) -> torch.Tensor:
     for ticket in piece.tickets:
         ticket.wait()
     weights = piece.unit.states.weights
@@ -107,13 +108,13 @@ def _finish(piece: _Piece, dtype: torch.dtype, out: torch.Tensor) -> torch.Tenso
         role: torch.frombuffer(view, dtype=masters.dtype_of(weights, role))
         for role, view in piece.views.items()
     }
-    if dtype is masters.dtype_of(weights, Role.PARAM):
+    if piece.dtype is masters.dtype_of(weights, Role.PARAM):
         return pieces[Role.PARAM]
     target = out[: piece.num_elems]
     masters.decode(weights, pieces, target)
-    if dtype is torch.float32:
+    if piece.dtype is torch.float32:
         return target
-    return masters.rounded(target, dtype)
+    return masters.rounded(target, piece.dtype)
 
 
 def _abandon(flying: Iterable[_Piece]) -> None:

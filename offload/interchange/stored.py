@@ -20,6 +20,7 @@ from offload.interchange.export import Exportable, Held, Stored
 from offload.interchange.notes import ModelNotes
 from offload.interchange.read_ahead import WeightStream
 from offload.interchange.safetensors_file import TensorEntry
+from offload.masters import moved_dtype
 from offload.partition.described import units_of
 from offload.partition.unit import Role, Unit
 from offload.store import folder, recover
@@ -95,13 +96,14 @@ def exportable(
     Parameters of other types than bf16, fp16 and fp32 are not in a store, and so not here.
     """
     layout = source.manifest.layout
-    chosen = dtype or DTYPES[layout["dtype"]]
+    chosen = dtype or DTYPES[layout["dtype"]]  # None: tensors that stay fp32 are fp32
     notes = ModelNotes.decode(state["model"]) if "model" in state else ModelNotes()
     sources: dict[str, tuple[TensorEntry, Stored | Held]] = {}
     for unit in units_of(layout):
         for slot in unit.slots:
             key = notes.renamed.get(slot.tensor.name, slot.tensor.name)
-            sources[key] = (TensorEntry(key, slot.tensor.shape, chosen), Stored(unit, slot))
+            own = dtype or moved_dtype(unit.states.weights)
+            sources[key] = (TensorEntry(key, slot.tensor.shape, own), Stored(unit, slot))
     for name in notes.buffers:
         buffer: torch.Tensor = state["buffers"][name]
         sources[name] = (TensorEntry(name, tuple(buffer.shape), buffer.dtype), buffer.cpu)

@@ -11,6 +11,7 @@ from offload.partition.states import StateTable
 from offload.partition.unit import Slot, TensorSpec, Unit, lay_out
 from offload.partition.weights import Weights
 
+_OWN = ("name", "shape", "trainable", "fp32")  # what a tensor is, wherever it lies
 _STATE_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "int8": "int8"}
 
 
@@ -33,6 +34,8 @@ def _tensor(slot: Slot, states: StateTable) -> dict[str, Any]:
         "name": tensor.name, "shape": list(tensor.shape), "trainable": tensor.trainable,
         "start": slot.start,
     }  # fmt: skip
+    if tensor.fp32:
+        told["fp32"] = True
     if states.whole:
         return {**told, "state_elems": tensor.state_elems}
     return {**told, "plain": tensor.plain} if states.packs else told
@@ -49,7 +52,7 @@ def units_of(layout: Mapping[str, Any]) -> list[Unit]:
         tensors = [
             TensorSpec(
                 tensor["name"], tuple(tensor["shape"]), tensor["trainable"],
-                tensor.get("plain", False), tensor.get("state_elems", 0),
+                tensor.get("plain", False), tensor.get("state_elems", 0), tensor.get("fp32", False),
             )
             for tensor in value["tensors"]
         ]  # fmt: skip
@@ -64,7 +67,7 @@ def units_of(layout: Mapping[str, Any]) -> list[Unit]:
 def tensors_of(layout: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Tensors by name, without what depends on the units and on the format of state."""
     return {
-        tensor["name"]: {key: tensor[key] for key in ("name", "shape", "trainable")}
+        tensor["name"]: {key: tensor[key] for key in _OWN if key in tensor}
         for unit in layout["units"]
         for tensor in unit["tensors"]
     }

@@ -12,7 +12,7 @@ many bytes an element has may differ by role and section (states.py).
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from offload.partition.states import (
     BLOCK_ELEMS,
@@ -25,6 +25,7 @@ from offload.partition.states import (
 )
 from offload.partition.states import STORE_ALIGN_BYTES as STORE_ALIGN_BYTES
 from offload.partition.states import Role as Role
+from offload.partition.weights import EXACT
 
 ALIGN_ELEMS = 64
 STATE_ROLES = FP32_MOMENTS.roles
@@ -41,6 +42,7 @@ class TensorSpec:
     trainable: bool = True
     plain: bool = False  # its state stays fp32 where that of others is packed
     state_elems: int = 0  # fp32 values of all its states, where states are of whole tensors
+    fp32: bool = False  # stays fp32 in a model of 16 bits; all of a unit do, or none
 
     @property
     def num_elems(self) -> int:
@@ -124,9 +126,13 @@ def lay_out(
 ) -> Unit:  # fmt: skip
     """Place `tensors` (in `named_parameters()` order) in a unit: trainable first, then frozen.
 
+    Those that stay fp32 move whole.
+
     Where `states` packs, the trainable ones that are not plain come before those that are.
     """
     tensors = list(tensors)
+    if any(tensor.fp32 for tensor in tensors):
+        states = replace(states, weights=EXACT)
     slots: list[Slot] = []
     packed = [t for t in tensors if t.trainable and states.packs and not t.plain]
     packed_end = round_up(_place(packed, slots, 0, BLOCK_ELEMS), SECTION_ELEMS)

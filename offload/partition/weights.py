@@ -56,6 +56,11 @@ class Weights:
         return (Role.MASTER,) if self.apart else self.roles
 
     @property
+    def made(self) -> tuple[Role, ...]:
+        """What an update writes without reading it."""
+        return tuple(role for role in self.roles if role not in self.updated_from)
+
+    @property
     def lent(self) -> tuple[Role, ...]:
         """What an update can take from a fetch."""
         return tuple(role for role in self.fetched if role in self.updated_from)

@@ -4,6 +4,8 @@
     Sequential that share a class)                      -> a unit each
     large parameters outside of them                    -> a unit per owning module
     tensors below the persistence threshold             -> `persistent`, on the device
+    fp32 tensors of a model whose weights are mostly
+    of 16 bits                                          -> stay fp32, in units of their own
 
 A tied parameter belongs to its first owner; every other module that holds it fetches the owner's
 unit.
@@ -12,7 +14,7 @@ unit.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -47,16 +49,22 @@ def discover(
     """
     parameters, left_alone = _managed(model)
     roots = _block_names(model, persistence_threshold)
+    fp32 = set() if states.weights.exact else _that_stay_fp32(parameters)
     owner: dict[int, str] = {}  # id(parameter) -> unit name
     groups: dict[str, list[TensorSpec]] = {}
     embeddings = _embeddings(model)
+    # Where some small tensors stay fp32, those that do not travel with their blocks.
+    small_are_fp32 = any(parameters[name].numel() < persistence_threshold for name in fp32)
     for name, parameter in parameters.items():
         plain = states.packs and (parameter.dim() < 2 or id(parameter) in embeddings)
         shape, trainable = tuple(parameter.shape), parameter.requires_grad
         elems = state_elems(name, shape) if state_elems and trainable else 0
-        spec = TensorSpec(name, shape, trainable, plain, elems)
-        small = parameter.numel() < persistence_threshold
-        key = PERSISTENT if small else _unit_name(name, roots)
+        spec = TensorSpec(name, shape, trainable, plain, elems, fp32=name in fp32)
+        key = _unit_name(name, roots)
+        if parameter.numel() < persistence_threshold and spec.fp32 is small_are_fp32:
+            key = PERSISTENT
+        elif spec.fp32:
+            key = f"{name.rpartition('.')[0]} (fp32)"
         owner[id(parameter)] = key
         groups.setdefault(key, []).append(spec)
     small_tensors = groups.pop(PERSISTENT, None)
@@ -69,6 +77,13 @@ def discover(
         persistent = lay_out(PERSISTENT, len(units), small_tensors, states=states)
     hooks = _hooks(model, owner, {unit.name: unit.index for unit in units})
     return Discovery(units, persistent, parameters, hooks, left_alone)
+
+
+def _that_stay_fp32(parameters: Mapping[str, nn.Parameter]) -> set[str]:
+    """Parameters kept in fp32 on purpose: the others, most of all elements, are of 16 bits."""
+    fp32 = {name for name, p in parameters.items() if p.dtype is torch.float32}
+    num_elems = sum(parameter.numel() for parameter in parameters.values())
+    return fp32 if 2 * sum(parameters[name].numel() for name in fp32) < num_elems else set()
 
 
 def _embeddings(model: nn.Module) -> set[int]:

@@ -36,7 +36,8 @@ class KeptUnit:
 
     unit: Unit
     first_tensor: int  # index of the unit's first tensor in the norm table
-    dtype: torch.dtype  # bf16 for a single micro-step in bf16, else float32
+    dtype: torch.dtype  # that of `round_to` for a single micro-step, else float32
+    round_to: torch.dtype  # each contribution is rounded to it once (DESIGN N2)
     region: Region | None = None  # HOST; or
     spill: SpillFile | None = None  # DISK
     has_grad: set[str] = field(default_factory=set)  # tensors with a contribution in this step
@@ -53,16 +54,13 @@ class GradientKeeper:
     """Owns all kept gradients.  Called from backward hooks, one at a time, and from step()."""
 
     def __init__(
-        self, kept: Sequence[KeptUnit], *, round_to: torch.dtype, device: Device,
+        self, kept: Sequence[KeptUnit], *, device: Device,
         spiller: Spiller, wait: Callable[[int], None], scratch: Callable[[str, int], aio.File],
     ) -> None:  # fmt: skip
-        """`round_to`: each contribution is rounded to it once (DESIGN N2).
-
-        `wait(unit)` returns when the last update no longer reads the unit's kept gradients.
+        """`wait(unit)` returns when the last update no longer reads the unit's kept gradients.
         `scratch(name, num_bytes)` reserves a file for gradients.
         """
         self._kept = {unit.unit.index: unit for unit in kept}
-        self._round_to = round_to
         self._device = device
         self._spiller = spiller
         self._wait = wait
@@ -196,7 +194,7 @@ class GradientKeeper:
         kernels.grad_take(
             grads[name][segment.tensor_start : segment.tensor_start + segment.num_elems],
             flat[segment.chunk_start : segment.chunk_start + segment.num_elems],
-            round_to=self._round_to, accumulate=name in kept.has_grad,
+            round_to=kept.round_to, accumulate=name in kept.has_grad,
             norm=self.norm, index=index,
         )  # fmt: skip
 

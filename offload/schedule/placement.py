@@ -32,10 +32,18 @@ MAX_FETCH, PREFERRED_UPDATE, PREFERRED_SPILL = 64, 16, 4
 class Formats:
     """Bytes per element of what moves and of what computes."""
 
-    weight: int  # 2: 16-bit weights move; 4: whole ones
+    weight: int  # 2: 16-bit weights move; 4: whole ones, of some units at least
     compute: int
     grad: int  # as kept: 2 for one micro-step in 16 bits, else 4
     states: StateTable = FP32_MOMENTS
+
+    def compute_of(self, unit: Unit) -> int:
+        """Bytes on the device of a weight of `unit`, or of its gradient."""
+        return 4 if unit.states.weights.exact else self.compute
+
+    def grad_of(self, unit: Unit) -> int:
+        """Bytes of a kept gradient of `unit`."""
+        return 4 if unit.states.weights.exact else self.grad
 
 
 @dataclass(frozen=True)
@@ -74,7 +82,7 @@ class Placement:
 
 def grad_bytes(unit: Unit, formats: Formats) -> int:
     """Host bytes of a unit's kept gradients."""
-    return round_up(unit.trainable_elems * formats.grad, STORE_ALIGN_BYTES)
+    return round_up(unit.trainable_elems * formats.grad_of(unit), STORE_ALIGN_BYTES)
 
 
 def persistent_host_bytes(persistent: Unit | None) -> int:
@@ -178,16 +186,17 @@ def device_least_bytes(units: Sequence[Unit], persistent: Unit | None, formats: 
 def _device_parts(
     units: Sequence[Unit], persistent: Unit | None, formats: Formats
 ) -> list[tuple[str, int]]:
-    largest = max(units, key=lambda unit: unit.num_elems, default=None)
+    largest = max(units, key=lambda u: u.num_elems * formats.compute_of(u), default=None)
     parts: list[tuple[str, int]] = []
     if largest is not None:
-        weights = largest.num_elems * formats.compute
+        weights = largest.num_elems * formats.compute_of(largest)
         parts.append((f"weights of the largest unit {largest.name!r}", weights))
-        parts.append(("its gradients", largest.trainable_elems * formats.compute))
+        parts.append(("its gradients", largest.trainable_elems * formats.compute_of(largest)))
         parts.append(("one prefetch", weights))
     if persistent is not None:
-        parts.append(("small tensors", persistent.num_elems * formats.compute))
-        parts.append(("their gradients", persistent.trainable_elems * formats.compute))
+        size = formats.compute_of(persistent)
+        parts.append(("small tensors", persistent.num_elems * size))
+        parts.append(("their gradients", persistent.trainable_elems * size))
     return parts
 
 

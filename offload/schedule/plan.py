@@ -94,9 +94,7 @@ class Plan:
         )
 
     def _moves(self) -> Iterator[str]:
-        steps = (
-            f", {self.micro_steps} micro-steps in turn" if self.micro_steps > 1 else ""
-        )
+        steps = f", {self.micro_steps} micro-steps in turn" if self.micro_steps > 1 else ""
         per_param = self.traffic.total / self.num_params if self.num_params else 0.0
         yield f"step    {per_param:.1f} bytes a parameter between disk and host{steps}"
         for verb, moved in (("read", self.traffic.read), ("written", self.traffic.written)):
@@ -130,12 +128,13 @@ def unit_plans(layout: Layout) -> list[UnitPlan]:
 
 
 def _unit_plan(layout: Layout, unit: Unit) -> UnitPlan:
-    states = [role for role in unit.roles if role not in layout.weights]
+    weights = unit.states.weights.fetched
+    states = [role for role in unit.roles if role not in weights]
     gradients = "disk" if unit.index in layout.placement.spilled else "host"
     trains = bool(unit.trainable_elems)
     return UnitPlan(
         unit.name, unit.num_tensor_elems,
-        _place([layout.stays(unit, role) for role in layout.weights]),
+        _place([layout.stays(unit, role) for role in weights]),
         _place([layout.stays(unit, role) for role in states if unit.role_bytes(role)]),
         gradients if trains else "-",
     )  # fmt: skip

@@ -27,26 +27,26 @@ class Candidate:
     unit: int
     role: Role
     num_bytes: int  # padded
-    reads: int  # times that a step would read it
+    reads: int  # times that a step would read it; weights: twice
 
 
 def candidates(
-    units: Sequence[Unit], roles: Iterable[Role], role_bytes: Callable[[Unit, Role], int], *,
-    fetched: Sequence[Role], wanted: Wanted,
-) -> Iterator[Candidate]:  # fmt: skip
+    units: Sequence[Unit], role_bytes: Callable[[Unit, Role], int], *, wanted: Wanted
+) -> Iterator[Candidate]:
     """What may stay, most useful first.  `units` are in forward order.
 
-    `fetched`: the roles that count as weights.
+    What a fetch brings counts as weights, the rest of a unit's roles as state.
     """
-    state = [role for role in roles if role not in fetched]
     if wanted.weights != "disk":
         for unit in units:
-            for role in fetched:
+            for role in unit.states.weights.fetched:
                 yield from _candidate(unit, role, role_bytes, reads=2)
     if wanted.state != "disk":
         for position in spread_order(len(units)):
-            for role in state:
-                yield from _candidate(units[position], role, role_bytes, reads=1)
+            unit = units[position]
+            for role in unit.roles:
+                if role not in unit.states.weights.fetched:
+                    yield from _candidate(unit, role, role_bytes, reads=1)
 
 
 def _candidate(
@@ -67,13 +67,10 @@ def choose(offered: Iterable[Candidate], room: int) -> list[Candidate]:
     return chosen
 
 
-def check_forced(
-    offered: Sequence[Candidate], chosen: Sequence[Candidate], wanted: Wanted, *,
-    fetched: Sequence[Role],
-) -> None:  # fmt: skip
+def check_forced(offered: Sequence[Candidate], chosen: Sequence[Candidate], wanted: Wanted) -> None:
     """Raise BudgetError where something shall be in host memory and does not fit."""
     for what, where in (("weights", wanted.weights), ("state", wanted.state)):
-        of_kind = [each for each in offered if (each.role in fetched) == (what == "weights")]
+        of_kind = [each for each in offered if (each.reads > 1) == (what == "weights")]
         total = sum(each.num_bytes for each in of_kind)
         missing = total - sum(each.num_bytes for each in set(of_kind) & set(chosen))
         if where == "host" and missing:

@@ -2,7 +2,8 @@
 
     forward    weights of each unit on the trace, unless they stay in host memory
     backward   the same, less the unit with which forward ended; gradients that are spilled
-    update     every role of every unit with gradients: read, unless it stays, and written
+    update     every role of every unit with gradients: read, unless it stays or is made from the
+               master, and written
 
 Under the assumption of the trace: every trainable parameter gets a gradient, nothing is clipped
 where updates run ahead.  These read less by what `lent` says at most: weights fetched for backward
@@ -58,11 +59,6 @@ class Layout:
     formats: Formats
     weight_capacity: int  # DEVICE bytes for weights of units
 
-    @property
-    def weights(self) -> tuple[Role, ...]:
-        """The roles that a fetch reads."""
-        return (Role.PARAM, Role.MASTER_LO) if self.formats.weight == 4 else (Role.PARAM,)
-
     def stays(self, unit: Unit, role: Role) -> bool:
         """True when this buffer is not read in a step."""
         if self.persistent is not None and unit.index == self.persistent.index:
@@ -77,15 +73,17 @@ def step_traffic(layout: Layout, uses: Uses, *, first: bool = False) -> Traffic:
     forward, backward = fetches(layout, uses)
     for phase, fetched in (("forward", forward), ("backward", backward)):
         for index in fetched:
-            for role in layout.weights:
-                read[f"{phase}.{role.value}"] += uses.micro_steps * _fetch_bytes(layout, index)
+            for role in layout.units[index].states.weights.fetched:
+                num_bytes = _fetch_bytes(layout, index, role)
+                read[f"{phase}.{role.value}"] += uses.micro_steps * num_bytes
     lent = 0
     for unit in (*layout.units, *([layout.persistent] if layout.persistent else [])):
         for role, num_bytes in update_bytes(layout, unit):
             written[f"update.{role.value}"] += num_bytes
-            if not layout.stays(unit, role) and not (first and role in MOMENTS):
+            made = (first and role in MOMENTS) or role in unit.states.weights.made
+            if not layout.stays(unit, role) and not made:
                 read[f"update.{role.value}"] += num_bytes
-                lent += num_bytes if role in layout.weights else 0
+                lent += num_bytes if role in unit.states.weights.lent else 0
         _count_spilled(layout, unit, uses.micro_steps, read, written)
     return Traffic(+read, +written, lent)
 
@@ -95,7 +93,7 @@ def fetches(layout: Layout, uses: Uses) -> tuple[list[int], list[int]]:
     here = {
         unit.index
         for unit in layout.units
-        if all(layout.stays(unit, role) for role in layout.weights)
+        if all(layout.stays(unit, role) for role in unit.states.weights.fetched)
     }
     forward = list(uses.forward)
     turning = forward[-1:]  # stays on the device
@@ -122,15 +120,17 @@ def _backward_fetches(layout: Layout, order: Sequence[int], turning: list[int]) 
 
 
 def _weight_bytes(layout: Layout, units: Sequence[int]) -> int:
-    return sum(layout.units[index].num_elems for index in units) * layout.formats.compute
+    found = (layout.units[index] for index in units)
+    return sum(unit.num_elems * layout.formats.compute_of(unit) for unit in found)
 
 
-def _fetch_bytes(layout: Layout, index: int) -> int:
-    """Of one half of a unit's weights."""
-    num_elems = layout.units[index].num_elems
+def _fetch_bytes(layout: Layout, index: int, role: Role) -> int:
+    """Of one role of a unit's weights."""
+    unit = layout.units[index]
+    size = unit.states.weights.elem_bytes(role)
     return sum(
-        round_up(2 * chunk.num_elems, STORE_ALIGN_BYTES)
-        for chunk in chunks_of(num_elems, layout.placement.chunk_elems)
+        round_up(size * chunk.num_elems, STORE_ALIGN_BYTES)
+        for chunk in chunks_of(unit.num_elems, layout.placement.chunk_elems)
     )
 
 
@@ -148,7 +148,7 @@ def _count_spilled(
     """Gradients that host memory cannot hold: written by each micro-step, read by the next."""
     if unit.index not in layout.placement.spilled:
         return
-    size = layout.formats.grad
+    size = layout.formats.grad_of(unit)
     chunks = chunks_of(unit.trainable_elems, layout.placement.chunk_elems)
     once = sum(
         round_up(chunk.num_elems * size, STORE_ALIGN_BYTES)

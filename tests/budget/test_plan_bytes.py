@@ -2,6 +2,7 @@
 
 import models
 import pytest
+import torch
 
 from offload import OffloadEngine
 
@@ -25,6 +26,18 @@ def trained(folder, model=models.Decoder, shape=MODEL, **settings) -> OffloadEng
     return engine
 
 
+class Fp32Norms(models.Decoder):
+    """Of 16 bits, but for its norms."""
+
+    def __init__(self, **options) -> None:
+        super().__init__(**options)
+        self.bfloat16()
+        for module in self.modules():
+            if isinstance(module, torch.nn.LayerNorm):
+                module.float()
+
+
+HALF = {"dtype": "float16", "loss_scale": 64}
 PLACEMENTS = {
     "everything on disk": {},
     "gradients spilled": SMALL,
@@ -37,6 +50,15 @@ PLACEMENTS = {
     "whole fp32 weights": {"dtype": "float32"},
     "whole fp32 weights, some stay": {
         "dtype": "float32", "placement": "auto", "host_memory": "2000KiB", "chunk_elems": 4096
+    },
+    "fp16 weights": HALF,
+    "fp16 weights, some stay": {
+        **HALF, "placement": "auto", "host_memory": "700KiB", "chunk_elems": 4096
+    },
+    "fp16 weights, gradients spilled": {**HALF, **SMALL, "host_memory": "260KiB"},
+    "some weights are fp32": {"model": Fp32Norms},
+    "fp16 weights, some are fp32 and small": {
+        **HALF, "model": Fp32Norms, "param_persistence_threshold": 1000
     },
     "bf16 state": {"state_dtype": "bf16"},
     "8-bit state": {"state_dtype": "int8", "chunk_elems": 262144},

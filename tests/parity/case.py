@@ -27,6 +27,7 @@ class Case:
     kind: type[nn.Module] = models.Decoder
     options: tuple[tuple[str, Any], ...] = ()
     frozen: tuple[str, ...] = ()
+    fp32: tuple[str, ...] = ()  # parts of names that stay so; the rest of the model is in `dtype`
     dtype: torch.dtype = BF16
     compute_dtype: torch.dtype = FP32
     groups: tuple[Group, ...] = (Group(lr=1e-2),)
@@ -41,6 +42,8 @@ class Case:
         model = models.build(self.kind, **dict(self.options))
         for name, param in model.named_parameters():
             param.requires_grad_(not any(part in name for part in self.frozen))
+            if self.fp32 and not any(part in name for part in self.fp32):
+                param.data = param.data.to(self.dtype)
         return model
 
     def batches(self, step: int) -> list[tuple[Tensor, Tensor]]:
@@ -127,7 +130,8 @@ def oracle_step(oracle: Oracle, case: Case, step: int, trained: Trained) -> None
         trained.losses.append(loss.item())
     taken = oracle.step()
     trained.norms.append(oracle.grad_norm if taken else None)
-    trained.scales.append(oracle.scale)
+    if case.scaling:
+        trained.scales.append(oracle.scale)
 
 
 def engine_step(engine: OffloadEngine, case: Case, step: int, trained: Trained) -> None:
@@ -137,7 +141,8 @@ def engine_step(engine: OffloadEngine, case: Case, step: int, trained: Trained) 
         engine.step()
         trained.losses.append(loss.item())
     trained.norms.append(engine.grad_norm if math.isfinite(engine.grad_norm) else None)
-    trained.scales.append(engine.scale.value)
+    if case.scaling:
+        trained.scales.append(engine.scale.value)
 
 
 def train_offloaded(engine: OffloadEngine, case: Case) -> Trained:

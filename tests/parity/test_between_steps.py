@@ -49,7 +49,6 @@ def test_evaluation_between_backward_and_step_sees_the_weights_before_the_step(o
                 engine.step()
                 ours.losses.append(loss.item())
             ours.norms.append(engine.grad_norm)
-            ours.scales.append(engine.scale.value)
             assert evaluate(engine, probe) == evaluate(oracle.model, probe) != expected
         assert_same(collect_engine(engine, ours), collect_oracle(oracle, theirs))
 

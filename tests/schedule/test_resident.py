@@ -9,8 +9,9 @@ import pytest
 
 from offload.config import Wanted
 from offload.errors import BudgetError
-from offload.partition.unit import ELEM_BYTES, STATE_ROLES, Role, TensorSpec, Unit, lay_out
-from offload.partition.weights import EXACT, SPLIT
+from offload.partition.states import StateTable
+from offload.partition.unit import Role, TensorSpec, Unit, lay_out
+from offload.partition.weights import EXACT, SPLIT, Weights
 from offload.schedule.resident import (
     Candidate,
     candidates,
@@ -19,20 +20,21 @@ from offload.schedule.resident import (
     spread_order,
 )
 
+ANYWHERE = Wanted()
 
-def make_units(sizes: list[int]) -> list[Unit]:
-    return [lay_out(f"unit{i}", i, [TensorSpec(f"w{i}", (size,))]) for i, size in enumerate(sizes)]
+
+def make_units(sizes: list[int], states: StateTable) -> list[Unit]:
+    specs = [TensorSpec(f"w{i}", (size,)) for i, size in enumerate(sizes)]
+    return [lay_out(f"unit{i}", i, [spec], states=states) for i, spec in enumerate(specs)]
 
 
 def role_bytes(unit: Unit, role: Role) -> int:
-    return unit.role_elems(role) * ELEM_BYTES[role]
+    return unit.role_bytes(role)
 
 
-def offer(sizes: list[int], **settings: object) -> list[Candidate]:
-    defaults = {"fetched": SPLIT.fetched, "wanted": Wanted()}
-    return list(
-        candidates(make_units(sizes), STATE_ROLES, role_bytes, **defaults | settings)  # type: ignore[arg-type]
-    )
+def offer(sizes: list[int], wanted: Wanted = ANYWHERE, weights: Weights = SPLIT) -> list[Candidate]:
+    units = make_units(sizes, StateTable(weights=weights))
+    return list(candidates(units, role_bytes, wanted=wanted))
 
 
 def saved(chosen: list[Candidate]) -> int:
@@ -65,7 +67,7 @@ def test_weights_come_before_state_and_the_front_before_the_back() -> None:
 
 
 def test_whole_fp32_weights_are_both_halves() -> None:
-    offered = offer([4096] * 2, fetched=EXACT.fetched)
+    offered = offer([4096] * 2, weights=EXACT)
     assert [each.role for each in offered[:4]] == [Role.PARAM, Role.MASTER_LO] * 2
     assert {each.reads for each in offered[:4]} == {2}
     assert {each.role for each in offered[4:]} == {Role.EXP_AVG, Role.EXP_AVG_SQ}
@@ -78,18 +80,16 @@ def test_what_shall_be_on_disk_is_not_offered() -> None:
 
 def test_what_shall_be_in_memory_and_does_not_fit_is_refused() -> None:
     offered = offer([4096] * 2)
-    check_forced(offered, choose(offered, 16384), Wanted("host", "auto"), fetched=SPLIT.fetched)
+    check_forced(offered, choose(offered, 16384), Wanted("host", "auto"))
     with pytest.raises(
         BudgetError, match=r"all state .* 81,920 bytes, got room for all but 81,920"
     ):
-        check_forced(offered, choose(offered, 16384), Wanted("auto", "host"), fetched=SPLIT.fetched)
+        check_forced(offered, choose(offered, 16384), Wanted("auto", "host"))
 
 
 def test_frozen_units_offer_only_weights() -> None:
     unit = lay_out("unit", 0, [TensorSpec("w", (4096,), trainable=False)])
-    offered = list(
-        candidates([unit], STATE_ROLES, role_bytes, fetched=SPLIT.fetched, wanted=Wanted())
-    )
+    offered = list(candidates([unit], role_bytes, wanted=Wanted()))
     assert [(each.role, each.num_bytes) for each in offered] == [(Role.PARAM, 8192)]
 
 
