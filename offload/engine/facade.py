@@ -256,10 +256,12 @@ class OffloadEngine:
     ) -> Saving:  # fmt: skip
         """Save the state as it is now to `directory/tag`; training may go on at once.
 
-        Call it after step().  On the store's file system files are linked, elsewhere they are
-        copied in the background; the ticket's `wait()` returns when all is complete and flushed,
-        and only then `tag` and `latest` name it.  `tag`: default global_step<n>.  `keep`: remove
-        all but the newest n.  Raises StoreError where there is no space; training can go on.
+        Call it after step(), whose writes may still be under way: nothing here waits for them, or
+        for anything but an earlier checkpoint.  On the store's file system files are linked,
+        elsewhere they are copied in the background; the ticket's `wait()` returns when all is
+        complete and flushed, and only then `tag` and `latest` name it; it raises StoreError if
+        that step is lost.  `tag`: default global_step<n>.  `keep`: remove all but the newest n.
+        Raises StoreError where there is no space; training can go on.
         """
         self._check_open()
         _check_writable(self)
