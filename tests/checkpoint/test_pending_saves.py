@@ -140,7 +140,7 @@ def test_its_ticket_may_be_waited_for_on_another_thread_while_the_engine_is_not_
 
 
 def test_a_step_that_is_lost_is_told_by_the_ticket_and_no_checkpoint_appears(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, commits: threading.Event
 ) -> None:
     def fail(*args: object) -> int:
         raise OSError(errno.EIO, "input/output error")
@@ -151,7 +151,9 @@ def test_a_step_that_is_lost_is_told_by_the_ticket_and_no_checkpoint_appears(
     run.steps(1)
     with monkeypatch.context() as patch:
         patch.setattr(Sealer, "seal_update", fail)
+        commits.clear()
         saving = run.engine.save_checkpoint(tmp_path / "ck", "bad")
+        commits.set()
         with pytest.raises(StoreError, match=r"checkpoint 'bad' in .*: its step is lost\. gener"):
             saving.wait()
     assert sorted(os.listdir(tmp_path / "ck")) == ["good", "latest"]
