@@ -11,6 +11,7 @@
 #define VEC static inline __attribute__((always_inline))
 typedef float32x4_t vf;
 typedef int32x4_t vi;
+typedef int16x8_t vh;
 typedef struct lanes {
     float64x2_t sum[8];
 } lanes;
@@ -29,6 +30,7 @@ VEC vf vf_div(vf a, vf b) { return vdivq_f32(a, b); }
 VEC vf vf_sqrt(vf a) { return vsqrtq_f32(a); }
 VEC vf vf_fma(vf a, vf b, vf c) { return vfmaq_f32(c, a, b); }
 VEC vf vf_fnma(vf a, vf b, vf c) { return vfmsq_f32(c, a, b); }
+VEC vf vf_signed(vf x, vf plus, vf minus) { return vbslq_f32(vcltzq_s32(vreinterpretq_s32_f32(x)), minus, plus); }
 VEC vf vf_load_f16(const void *at) { return vcvt_f32_f16(vreinterpret_f16_u16(load_16(at))); }
 VEC void vf_store_f16(void *at, vf x) { store_16(at, vreinterpret_u16_f16(vcvt_f16_f32(x))); }
 
@@ -48,7 +50,6 @@ VEC vi vi_and(vi a, vi b) { return vandq_s32(a, b); }
 VEC vi vi_xor(vi a, vi b) { return veorq_s32(a, b); }
 VEC vi vi_mul(vi a, vi b) { return vmulq_s32(a, b); }
 VEC vi vi_max(vi a, vi b) { return vmaxq_s32(a, b); }
-VEC vi vi_min(vi a, vi b) { return vminq_s32(a, b); }
 VEC vi vi_shl16(vi a) { return vshlq_n_s32(a, 16); }
 VEC vi vi_shr16(vi a) { return vreinterpretq_s32_u32(vshrq_n_u32(vreinterpretq_u32_s32(a), 16)); }
 VEC vi vi_shr12(vi a) { return vreinterpretq_s32_u32(vshrq_n_u32(vreinterpretq_u32_s32(a), 12)); }
@@ -57,20 +58,36 @@ VEC vi vi_shl20(vi a) { return vshlq_n_s32(a, 20); }
 VEC vi vi_shr20(vi a) { return vreinterpretq_s32_u32(vshrq_n_u32(vreinterpretq_u32_s32(a), 20)); }
 VEC vi vi_pick_gt(vi a, vi b, vi yes, vi no) { return vbslq_s32(vcgtq_s32(a, b), yes, no); }
 VEC int vi_any_ge(vi a, int32_t limit) { return vmaxvq_s32(a) >= limit; }
+VEC uint32_t vi_most(vi a) { return (uint32_t)vmaxvq_s32(a); }
 VEC vi vf_bits(vf x) { return vreinterpretq_s32_f32(x); }
 VEC vf vf_from_bits(vi x) { return vreinterpretq_f32_s32(x); }
 
-VEC uint16x8_t narrow(vi a, vi b) {
-    return vcombine_u16(vmovn_u32(vreinterpretq_u32_s32(a)), vmovn_u32(vreinterpretq_u32_s32(b)));
+VEC vh vh_load(const void *at) { return vreinterpretq_s16_u8(vld1q_u8(at)); }
+VEC void vh_store(void *at, vh x) { vst1q_u8(at, vreinterpretq_u8_s16(x)); }
+VEC vh vh_load_u8(const void *at) { return vreinterpretq_s16_u16(vmovl_u8(vld1_u8(at))); }
+VEC vh vh_load_s8(const void *at) { return vmovl_s8(vld1_s8(at)); }
+VEC vh vh_set(uint16_t x) { return vreinterpretq_s16_u16(vdupq_n_u16(x)); }
+VEC vh vh_add(vh a, vh b) { return vaddq_s16(a, b); }
+VEC vh vh_sub(vh a, vh b) { return vsubq_s16(a, b); }
+VEC vh vh_and(vh a, vh b) { return vandq_s16(a, b); }
+VEC vh vh_or(vh a, vh b) { return vorrq_s16(a, b); }
+VEC vh vh_max(vh a, vh b) { return vmaxq_s16(a, b); }
+VEC vh vh_abs(vh a) { return vabsq_s16(a); }
+VEC vh vh_sign(vh a, vh b) { return vbslq_s16(vcltzq_s16(b), vnegq_s16(a), a); }
+VEC vh vh_shl4(vh a) { return vshlq_n_s16(a, 4); }
+VEC vh vh_shr4(vh a) { return vreinterpretq_s16_u16(vshrq_n_u16(vreinterpretq_u16_s16(a), 4)); }
+VEC vh vh_sra15(vh a) { return vshrq_n_s16(a, 15); }
+VEC int vh_any_ge(vh a, int16_t limit) { return vmaxvq_s16(a) >= limit; }
+VEC vi vh_low(vh low, vh high) { return vreinterpretq_s32_s16(vzip1q_s16(low, high)); }
+VEC vi vh_high(vh low, vh high) { return vreinterpretq_s32_s16(vzip2q_s16(low, high)); }
+VEC vh vh_pack_low(vi a, vi b) { return vuzp1q_s16(vreinterpretq_s16_s32(a), vreinterpretq_s16_s32(b)); }
+VEC vh vh_pack_high(vi a, vi b) { return vuzp2q_s16(vreinterpretq_s16_s32(a), vreinterpretq_s16_s32(b)); }
+VEC void pair_order(vf pair[2]) { (void)pair; } /* the natural one */
+VEC void turn_store_s8(void *at, const vh x[4]) {
+    for (size_t i = 0; i < 2; i++)
+        vst1q_u8((uint8_t *)at + 16 * i, vuzp1q_u8(vreinterpretq_u8_s16(x[2 * i]), vreinterpretq_u8_s16(x[2 * i + 1])));
 }
-VEC void turn_store_16(void *at, const vi x[8]) {
-    for (size_t i = 0; i < 4; i++)
-        vst1q_u8((uint8_t *)at + 16 * i, vreinterpretq_u8_u16(narrow(x[2 * i], x[2 * i + 1])));
-}
-VEC void turn_store_8(void *at, const vi x[8]) {
-    for (size_t i = 0; i < 4; i++)
-        vst1_u8((uint8_t *)at + 8 * i, vmovn_u16(narrow(x[2 * i], x[2 * i + 1])));
-}
+VEC void turn_store_u8(void *at, const vh x[4]) { turn_store_s8(at, x); }
 
 VEC lanes lanes_load(const double *sums) {
     lanes open;

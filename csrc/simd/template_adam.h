@@ -18,12 +18,23 @@ OP struct adam_factors adam_factors(const simd_row *row) {
  *   v   = ((1 - beta2) * g) * g + beta2 * v
  *   den = sqrt(v) * inv_sqrt_bias2 + eps
  *   w   = decay * w - step_size * (m / den)          x * y + z: one rounding of the sum */
-OP vf adam_formula(vf w, vf g, vf *m, vf *v, const struct adam_factors *k) {
+OP void adam_moments(vf w, vf g, vf *m, vf *v, const struct adam_factors *k) {
     g = vf_fma(k->l2, w, vf_mul(k->grad_scale, g));
     *m = vf_fma(k->one_minus_beta1, g, vf_mul(k->beta1, *m));
     *v = vf_fma(vf_mul(k->one_minus_beta2, g), g, vf_mul(k->beta2, *v));
-    vf den = vf_fma(vf_sqrt(*v), k->inv_sqrt_bias2, k->eps);
-    return vf_fnma(k->step_size, vf_div(*m, den), vf_mul(k->decay, w));
+}
+
+OP vf adam_direction(vf m, vf root, const struct adam_factors *k) {
+    return vf_div(m, vf_fma(root, k->inv_sqrt_bias2, k->eps));
+}
+
+OP vf adam_weight(vf w, vf direction, const struct adam_factors *k) {
+    return vf_fnma(k->step_size, direction, vf_mul(k->decay, w));
+}
+
+OP vf adam_formula(vf w, vf g, vf *m, vf *v, const struct adam_factors *k) {
+    adam_moments(w, g, m, v, k);
+    return adam_weight(w, adam_direction(*m, vf_sqrt(*v), k), k);
 }
 
 /* ---- the loop of an update; `shape` is a constant in each instance ---- */

@@ -157,10 +157,12 @@ TARGET static int update_blocks(simd_streams at, size_t n, const simd_row *row) 
 
 /* ---- Adam on its own, where the streams are the usual ones ---- */
 
-/* The same after an update in registers; eight bits have one NaN for a whole block. */
-static __attribute__((noinline)) int settle_streams(const simd_streams *at, size_t n) {
+/* The same after an update in registers, where some |w| is at or near the limit.  Returns the bits of the largest. */
+static __attribute__((noinline)) uint32_t settle_streams(const simd_streams *at, size_t n) {
+    uint32_t largest = 0;
     for (size_t i = 0; i < n; i++) {
         uint32_t w = ((uint32_t)simd_load_u16(at->hi + i) << 16) + (uint32_t)(int16_t)simd_load_u16(at->lo + i);
+        largest = (w & SIMD_F32_ABS) > largest ? w & SIMD_F32_ABS : largest;
         if (settle(&w)) {
             memcpy(at->hi + i, &(uint16_t){0x7fc0}, 2);
             memcpy(at->lo + i, &(int16_t){0}, 2);
@@ -169,35 +171,99 @@ static __attribute__((noinline)) int settle_streams(const simd_streams *at, size
                     memcpy((char *)at->state[j] + 2 * i, &(uint16_t){0x7fc0}, 2);
         }
     }
-    return SIMD_NONFINITE;
+    return largest;
 }
 
-OP int adam_states_block(const simd_streams *at, int grad_format, int bits, uint32_t step, size_t n,
-                         const struct adam_factors *k) {
-    float means[SIMD_BLOCK], squares[SIMD_BLOCK];
-    const uint64_t seed = simd_seed(at->key, at->first / SIMD_BLOCK);
-    const struct random random = random_from(seed, step, at->first % SIMD_BLOCK, bits == 16 ? 16 : 20);
-    int status = SIMD_OK;
-    uint32_t largest;
-    if (bits == 16) {
-        largest = adam_bf16_block(at, grad_format, random, n, k);
-    } else {
-        const struct largest found = adam_8_decode(at, grad_format, means, squares, n, k);
-        status = adam_8_encode(at, means, squares, found, random, n);
-        largest = most_of(found.w);
+OP uint32_t checked_streams(const simd_streams *at, vh largest, size_t n) {
+    return __builtin_expect(vh_any_ge(largest, SIMD_BF16_LIMIT >> 16), 0) ? settle_streams(at, n) : 0;
+}
+
+OP int adam_bf16_checked(const simd_streams *at, int grad_format, size_t n, const struct states_row *row) {
+    const struct random random = random_of(simd_seed(at->key, at->first / SIMD_BLOCK), row->step);
+    const vh largest = adam_bf16_block(at, grad_format, random, n, row);
+    return checked_streams(at, largest, n) < SIMD_BF16_LIMIT ? SIMD_OK : SIMD_NONFINITE;
+}
+
+/* Between the passes: the scales of a block, and what to do if there is something that is not finite. */
+OP int adam_8_between(struct open_block *open, uint32_t step) {
+    const uint32_t largest = checked_streams(&open->at, open->largest.w, SIMD_BLOCK);
+    int status = largest < SIMD_BF16_LIMIT ? SIMD_OK : SIMD_NONFINITE;
+    for (int i = 0; i < SIMD_STATES; i++) {
+        const uint32_t most = vi_most(open->largest.state[i]);
+        const uint32_t bits = largest > SIMD_F32_INF ? SIMD_F32_NAN : most; /* eight bits have one NaN for a whole block */
+        open->factors[i] = choose_scale(bits, i ? U8_SPAN : I8_SPAN, open->at.scale[i]);
+        if (__builtin_expect(!open->factors[i], 0))
+            memset(open->values[i], 0, sizeof open->values[i]);
+        if (__builtin_expect(bits >= SIMD_F32_INF, 0))
+            status = SIMD_NONFINITE;
     }
-    return __builtin_expect(largest < SIMD_BF16_LIMIT, 1) ? status : settle_streams(at, n);
+    open->random = random_of(simd_seed(open->at.key, open->at.first / SIMD_BLOCK), step);
+    return status;
+}
+
+/* Blocks b, b - 1 and b - 2 at once: the first pass, what is between, and the second pass.  Neither pass fills the
+ * processor on its own, and what is between is one chain of latencies.  middle, last: NULL at the start. */
+OP int adam_8_step(int grad_format, struct open_block *open, struct open_block *middle, const struct open_block *last,
+                   const struct states_row *row) {
+    struct largest largest = {vh_set(0), {vi_set(0), vi_set(0)}};
+    int status = SIMD_OK;
+    for (size_t start = 0; start < SIMD_BLOCK / 2; start += SIMD_TURN)
+        largest = adam_8_turn(open, last, grad_format, start, largest, row);
+    if (middle)
+        status = adam_8_between(middle, row->step);
+    for (size_t start = SIMD_BLOCK / 2; start < SIMD_BLOCK; start += SIMD_TURN)
+        largest = adam_8_turn(open, last, grad_format, start, largest, row);
+    open->largest = largest;
+    return status;
+}
+
+OP void adam_8_encode(const struct open_block *last, const struct states_row *row) {
+    for (size_t start = 0; start < SIMD_BLOCK; start += SIMD_TURN) {
+        adam_8_encode_means(last, start, row->turn_places);
+        adam_8_encode_squares(last, start, row->turn_places);
+    }
+}
+
+/* Whole blocks, at least two. */
+OP int adam_8_blocks(simd_streams at, int grad_format, size_t n, const struct states_row *row) {
+    struct open_block ring[3];
+    struct open_block *open = ring, *middle = ring + 1, *last = ring + 2;
+    int status = SIMD_OK;
+    for (size_t i = 0; i < n; i += SIMD_BLOCK) {
+        open->at = at;
+        if (i == 0)
+            status |= adam_8_step(grad_format, open, NULL, NULL, row);
+        else if (i == SIMD_BLOCK)
+            status |= adam_8_step(grad_format, open, middle, NULL, row);
+        else
+            status |= adam_8_step(grad_format, open, middle, last, row);
+        struct open_block *free = last;
+        last = middle;
+        middle = open;
+        open = free;
+        at = simd_streams_from(at, SIMD_BLOCK);
+    }
+    adam_8_encode(last, row);
+    status |= adam_8_between(middle, row->step);
+    adam_8_encode(middle, row);
+    return status;
 }
 
 OP int adam_states_loop(simd_streams at, int grad_format, int bits, size_t n, const simd_row *row) {
-    const struct adam_factors k = adam_factors(row);
+    const struct states_row made = states_row(row);
     int status = SIMD_OK;
+    if (bits == 8) { /* starts at a block */
+        const size_t whole = n < 2 * SIMD_BLOCK ? 0 : n / SIMD_BLOCK * SIMD_BLOCK;
+        if (whole)
+            status = adam_8_blocks(at, grad_format, whole, &made);
+        return status | update_blocks(simd_streams_from(at, whole), n - whole, row);
+    }
     while (n) {
-        const size_t space = SIMD_BLOCK - at.first % SIMD_BLOCK, piece = n < space ? n : space;
-        if (piece % SIMD_TURN)
-            status |= update_short_block(&at, piece, row);
+        const size_t place = at.first % SIMD_BLOCK, space = SIMD_BLOCK - place, piece = n < space ? n : space;
+        if (piece % SIMD_TURN || place % SIMD_TURN)
+            status |= update_any_block(&at, piece, row);
         else
-            status |= adam_states_block(&at, grad_format, bits, row->step, piece, &k);
+            status |= adam_bf16_checked(&at, grad_format, piece, &made);
         at = simd_streams_from(at, piece);
         n -= piece;
     }

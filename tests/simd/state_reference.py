@@ -14,6 +14,7 @@ Array = npt.NDArray[Any]
 TWO_BITS = 0x40000000
 TOPS = {"int8": 127, "uint8": 255}
 SPANS = {"int8": np.float32(122878.0), "uint8": np.float32(8053063680.0)}
+RANDOM_STEP = 0xB896937D
 LEAST = np.float32(2.0**-126)
 _U64 = (1 << 64) - 1
 
@@ -44,17 +45,13 @@ def numbers(n: int, dtype: str, *, index: int, step: int, key: int, first: int) 
     for block in range(first // BLOCK_ELEMS, (first + n - 1) // BLOCK_ELEMS + 1):
         seed = _mix64(_mix64(key) + block * 0x9E3779B97F4A7C15 & _U64)
         here = places // BLOCK_ELEMS == block
-        x = (places[here] % BLOCK_ELEMS).astype(np.uint32) * np.uint32(0x9E3779B9)
-        x += np.uint32(seed & 0xFFFFFFFF)
-        x ^= x >> 16
-        x *= np.uint32(0x7FEB352D)
-        x = (x ^ x >> 15) + np.uint32(seed >> 32)
-        x *= np.uint32(0x846CA68B)
-        found[here] = x ^ x >> 16
-    if index == 1:
-        return (found + np.uint32(step * 0x9E3779B9 & 0xFFFFFFFF)) >> (32 - bits)
-    turn = 40503 if bits == 16 else 648055
-    return (found + np.uint32(step * turn & 0xFFFFFFFF)) & np.uint32((1 << bits) - 1)
+        place = (places[here] % BLOCK_ELEMS).astype(np.uint32)
+        x = (place ^ place >> 16) * np.uint32(0x7FEB352D)
+        x = (x ^ x >> 15) * np.uint32(0x846CA68B)
+        fixed = (x ^ x >> 16) * np.uint32(256) + place
+        turn = np.uint32((seed + step * RANDOM_STEP) & 0xFFFFFFFF)
+        found[here] = fixed * np.uint32(seed >> 32 | 1) + turn
+    return found >> (32 - bits) if index == 1 else found & np.uint32((1 << bits) - 1)
 
 
 def decode(codes: Array, scale: Array | None) -> Array:
@@ -82,10 +79,11 @@ def encode(x: Array, name: str, random: Array) -> tuple[Array, Array | None]:
     largest = padded.reshape(-1, BLOCK_ELEMS).max(axis=1)
     scale = np.where(largest > 0, np.maximum(largest / SPANS[name], LEAST), np.float32(0))
     with np.errstate(divide="ignore"):
-        factor = np.where(largest > 0, np.float32(1) / scale, np.float32(0))
+        below_one = np.float32(1 - 2.0**-22)
+        factor = np.where(largest > 0, below_one / scale, np.float32(0))
     line = fma(np.abs(x), np.repeat(factor, BLOCK_ELEMS)[: len(x)], np.float32(2))
-    bits = np.minimum(line.view(np.uint32) + random, np.uint32(TWO_BITS + (TOPS[name] << 20)))
-    code = (bits - np.uint32(TWO_BITS)) >> 20
+    code = (line.view(np.uint32) + random - np.uint32(TWO_BITS)) >> 20
+    assert len(code) == 0 or code.max() <= TOPS[name]  # so nothing needs to be cut off
     if name == "uint8":
-        return np.maximum(code, (x != 0).astype(np.uint32)).astype(np.uint8), scale
+        return np.maximum(code, 1).astype(np.uint8), scale
     return np.where(np.signbit(x), -code.astype(np.int32), code).astype(np.int8), scale

@@ -149,12 +149,27 @@ def test_a_slow_average_stays_closer_to_its_target_than_with_independent_numbers
     assert float(even.square().mean().sqrt()) < 0.6 * float(loose.square().mean().sqrt())
 
 
-def test_a_positive_square_never_becomes_zero_and_zeros_stay() -> None:
+def test_no_square_becomes_zero_unless_its_block_is() -> None:
     values = torch.zeros(512)
-    values[:256] = 10.0 ** -torch.linspace(0, 44, 256)
+    values[:255] = 10.0 ** -torch.linspace(0, 44, 255)
     got = encode(values, torch.uint8, index=1, step=1, key=1)
-    assert bool((got[:256][values[:256] > 0] > 0).all())
+    assert bool((got[:256] > 0).all())
+    assert float(got[255]) < 1e-10 * float(values[0])
     assert not got[256:].any()
+
+
+@pytest.mark.parametrize(("dtype", "top"), [(torch.int8, 127), (torch.uint8, 255)])
+def test_the_largest_of_a_block_is_the_last_code_and_never_runs_over(
+    variant: str, dtype: torch.dtype, top: int
+) -> None:
+    """Any significand of the largest, with the largest random numbers among a block's."""
+    torch.manual_seed(0)
+    largest = (1 + torch.rand(2000)).repeat_interleave(256)
+    state = kernels.State("state", torch.zeros(len(largest), dtype=dtype), torch.zeros(2000))
+    kernels.state_encode(largest, state, index=int(dtype is torch.uint8), step=1, origin=Origin(4))
+    assert int(state.data.min()) >= top - 1
+    assert int(state.data.max()) == top
+    assert float((state.data == top).float().mean()) > 0.9999
 
 
 @pytest.mark.parametrize("bad", [float("inf"), float("nan")])
