@@ -147,7 +147,7 @@ def drive(tmp_path: Path) -> Path:
 
 SETTING = {
     "backend": "threads", "block_bytes": 256 << 10, "read_depth": 5, "write_depth": 3,
-    "num_drives": 1,
+    "num_drives": 1, "keep_stats": True,
 }  # fmt: skip
 
 
