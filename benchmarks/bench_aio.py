@@ -11,7 +11,6 @@ a second of CPU time long: on a drive that does nothing, and on a file in memory
 
 from __future__ import annotations
 
-import datetime
 import json
 import os
 import shutil
@@ -29,7 +28,7 @@ from typing import Any
 import click
 import numpy as np
 from aio_fio import FioSetting, Timing, huge_pages, run_fio
-from meters import describe_machine, hardware_slug, told_settings
+from meters import describe_machine, keep_result, told_settings
 from throttle import HeldDisk
 
 import aio
@@ -388,11 +387,7 @@ def main(**options: Any) -> None:
         return
     result = run(settings)
     if settings.save:
-        month = datetime.date.today().strftime("%Y-%m")
-        path = HERE / "results" / f"{settings.theme}-{hardware_slug()}-{month}.json"
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(json.dumps(result, indent=1) + "\n")
-        click.echo(f"\nwritten: {path}")
+        click.echo(f"\nwritten: {keep_result(settings.theme, result)}")
 
 
 if __name__ == "__main__":

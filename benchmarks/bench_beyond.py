@@ -12,7 +12,6 @@ before and after. Needs root, and 30 GB of disk for 1 billion parameters.
 from __future__ import annotations
 
 import contextlib
-import datetime
 import json
 import os
 import shutil
@@ -28,7 +27,7 @@ from typing import Any
 
 import click
 import disk_rate
-from meters import MemorySampler, describe_machine, hardware_slug, told_settings
+from meters import MemorySampler, describe_machine, keep_result, told_settings
 
 from offload.config import parse_bytes
 
@@ -193,10 +192,7 @@ def main(**options: Any) -> None:
         result = result_of(settings, folder, rates, peaks)
     tell(result)
     if settings.save:
-        month = datetime.date.today().strftime("%Y-%m")
-        path = HERE / "results" / f"{settings.theme}-{hardware_slug()}-{month}.json"
-        path.write_text(json.dumps(result, indent=1) + "\n")
-        click.echo(f"\nwritten: {path}")
+        click.echo(f"\nwritten: {keep_result(settings.theme, result)}")
 
 
 if __name__ == "__main__":

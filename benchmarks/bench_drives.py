@@ -11,8 +11,6 @@ that round (wanted: 0.9); `split` is the bytes on the second over those on the f
 
 from __future__ import annotations
 
-import datetime
-import json
 import os
 import subprocess
 import sys
@@ -27,7 +25,7 @@ from statistics import median
 from typing import Any
 
 import click
-from meters import describe_machine, hardware_slug, told_settings
+from meters import describe_machine, keep_result, told_settings
 from throttle import HeldDisk
 
 import aio
@@ -222,11 +220,7 @@ def main(rates: str, **options: Any) -> None:
         return
     result = measure(settings)
     if settings.save:
-        month = datetime.date.today().strftime("%Y-%m")
-        path = HERE / "results" / f"{settings.theme}-{hardware_slug()}-{month}.json"
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(json.dumps(result, indent=1) + "\n")
-        click.echo(f"\nwritten: {path}")
+        click.echo(f"\nwritten: {keep_result(settings.theme, result)}")
 
 
 if __name__ == "__main__":

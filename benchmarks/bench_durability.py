@@ -16,7 +16,6 @@ in which new files take the place of the saved ones.
 from __future__ import annotations
 
 import datetime
-import json
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
@@ -26,7 +25,7 @@ from statistics import mean, median
 from typing import Any
 
 import click
-from meters import describe_machine, hardware_slug, num_cpus, told_settings
+from meters import describe_machine, keep_result, num_cpus, told_settings
 from step_model import Shape
 from step_run import Launcher, Run
 
@@ -242,16 +241,12 @@ def told(settings: Settings) -> dict[str, Any]:
 
 
 def keep(settings: Settings, part: str, figures: Mapping[str, Any]) -> None:
-    today = datetime.date.today()
-    path = HERE / "results" / f"{part}-{hardware_slug()}-{today.strftime('%Y-%m')}.json"
-    path.parent.mkdir(exist_ok=True)
     facts = {
-        "command": "benchmarks/bench_durability.py", "date": today.isoformat(),
+        "command": "benchmarks/bench_durability.py", "date": datetime.date.today().isoformat(),
         "machine": describe_machine(), "settings": told(settings),
         "params": settings.shape.num_params,
     }  # fmt: skip
-    path.write_text(json.dumps({**facts, **figures}, indent=1, default=str) + "\n")
-    click.echo(f"written: {path.name}", err=True)
+    click.echo(f"written: {keep_result(part, {**facts, **figures}).name}", err=True)
 
 
 if __name__ == "__main__":

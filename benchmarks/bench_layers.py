@@ -8,8 +8,6 @@ horizontal and in layer-major order. Bytes are the engine's own count.
 
 from __future__ import annotations
 
-import datetime
-import json
 import sys
 import tempfile
 import time
@@ -20,7 +18,7 @@ from typing import Any
 
 import click
 import torch
-from meters import describe_machine, hardware_slug, memory_bytes, told_settings
+from meters import describe_machine, keep_result, memory_bytes, told_settings
 
 from offload import OffloadEngine
 
@@ -123,14 +121,11 @@ def main(**options: Any) -> None:
         f" of one micro-step, wanted {WANTED_BYTES}; its step takes {faster:.2f} of horizontal"
     )
     if settings.save:
-        month = datetime.date.today().strftime("%Y-%m")
-        path = HERE / "results" / f"{settings.theme}-{hardware_slug()}-{month}.json"
         result = {
             "machine": describe_machine(), "settings": told_settings(settings), "rows": rows,
             "of_one_micro_step": share, "of_horizontal_time": faster, "rounds": found,
         }  # fmt: skip
-        path.write_text(json.dumps(result, indent=1) + "\n")
-        click.echo(f"\nwritten: {path}")
+        click.echo(f"\nwritten: {keep_result(settings.theme, result)}")
 
 
 if __name__ == "__main__":

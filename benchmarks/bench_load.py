@@ -30,7 +30,7 @@ from typing import Any
 import click
 import disk_rate
 import torch
-from meters import describe_machine, hardware_slug, num_cpus, told_settings
+from meters import describe_machine, keep_result, num_cpus, told_settings
 from safetensors.torch import save_file
 from step_model import GPT, Shape
 
@@ -214,15 +214,12 @@ def main(**options: Any) -> None:
             sign = "ok  " if row["of_limit"] >= WANTED else "MISS"
             click.echo(f"{sign} {row['operation']}: {row['of_limit']:.2f}, wanted {WANTED}")
     if settings.save:
-        month = datetime.date.today().strftime("%Y-%m")
-        path = HERE / "results" / f"load-{hardware_slug()}-{month}.json"
-        path.parent.mkdir(exist_ok=True)
         result = {
             "command": "benchmarks/bench_load.py", "date": datetime.date.today().isoformat(),
             "machine": describe_machine(), "settings": told_settings(settings),
             "params": settings.shape.num_params, "drive": probes, "summary": summary, "rows": rows,
         }  # fmt: skip
-        path.write_text(json.dumps(result, indent=1, default=str) + "\n")
+        path = keep_result("load", result)
         click.echo(f"written: {path.name}")
 
 

@@ -10,7 +10,6 @@ seeds, or below. Every finished run is kept in `--out`, and not repeated.
 
 from __future__ import annotations
 
-import datetime
 import json
 import sys
 import time
@@ -22,7 +21,7 @@ from typing import Any
 
 import click
 import torch
-from meters import describe_machine, hardware_slug
+from meters import describe_machine, keep_result, result_path
 from torch import nn
 
 from offload import kernels
@@ -206,13 +205,10 @@ def main(**options: Any) -> None:
     rows = list(rows_of(runs))
     click.echo(table_of(rows))
     if options["save"]:
-        month = datetime.date.today().strftime("%Y-%m")
-        stem = HERE / "results" / f"states-{hardware_slug()}-{month}"
-        result = {"machine": describe_machine(), "rows": rows, "runs": runs}
-        stem.with_suffix(".json").write_text(json.dumps(result) + "\n")
-        stem.with_suffix(".md").write_text(table_of(rows) + "\n")
-        draw(runs, stem.with_suffix(".png"))
-        click.echo(f"\nwritten: {stem}.json, .md, .png")
+        result_path("states", ".md").write_text(table_of(rows) + "\n")
+        draw(runs, result_path("states", ".png"))
+        kept = keep_result("states", {"machine": describe_machine(), "rows": rows, "runs": runs})
+        click.echo(f"\nwritten: {kept}, .md, .png")
 
 
 if __name__ == "__main__":

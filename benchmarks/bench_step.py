@@ -21,7 +21,7 @@ from typing import Any
 
 import click
 import step_table
-from meters import describe_machine, hardware_slug, num_cpus, told_settings
+from meters import describe_machine, num_cpus, result_path, told_settings
 from step_model import Shape, faster_products
 from step_run import DISK_ENGINES, Launcher, Run
 from throttle import ThrottleUnavailable
@@ -163,8 +163,7 @@ def told_facts(settings: Settings, shape: Shape, runs: list[Run]) -> dict[str, A
 
 def result_stem(settings: Settings) -> Path:
     theme = settings.theme or ("step" + (f"-held{settings.held}" if settings.held else ""))
-    month = datetime.date.today().strftime("%Y-%m")
-    return HERE / "results" / f"{theme}-{hardware_slug()}-{month}"
+    return result_path(theme, "")
 
 
 @click.command(help=__doc__)

@@ -11,7 +11,6 @@ ratios within a round; `limit cpu` compares CPU seconds, which a busy machine di
 from __future__ import annotations
 
 import ctypes
-import datetime
 import json
 import os
 import subprocess
@@ -25,7 +24,7 @@ from typing import Any
 
 import click
 import torch
-from meters import describe_machine, hardware_slug, num_cpus, told_settings
+from meters import describe_machine, keep_result, num_cpus, told_settings
 from update_streams import Streams, Timing, torch_jobs
 
 from offload import kernels
@@ -201,11 +200,7 @@ def main(**options: Any) -> None:
     settings = Settings(**options)
     result = run(settings)
     if settings.save:
-        month = datetime.date.today().strftime("%Y-%m")
-        path = HERE / "results" / f"{settings.theme}-{hardware_slug()}-{month}.json"
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(json.dumps(result, indent=1) + "\n")
-        click.echo(f"\nwritten: {path}")
+        click.echo(f"\nwritten: {keep_result(settings.theme, result)}")
 
 
 if __name__ == "__main__":

@@ -6,6 +6,8 @@ Used by the process that is measured (its own counters, at step borders) and by 
 
 from __future__ import annotations
 
+import datetime
+import json
 import os
 import platform
 import re
@@ -117,6 +119,20 @@ PRIVATE_SETTINGS = ("peer_python", "peer_extensions", "folder", "as_json", "save
 def told_settings(settings: Any) -> dict[str, Any]:
     """What a result file keeps of a dataclass of settings: nothing about where things lie."""
     return {key: value for key, value in asdict(settings).items() if key not in PRIVATE_SETTINGS}
+
+
+def result_path(theme: str, suffix: str) -> Path:
+    """Where a result is kept: results/THEME-HARDWARE-MONTH and the suffix."""
+    folder = Path(__file__).resolve().parent / "results"
+    folder.mkdir(exist_ok=True)
+    return folder / f"{theme}-{hardware_slug()}-{datetime.date.today():%Y-%m}{suffix}"
+
+
+def keep_result(theme: str, result: dict[str, Any]) -> Path:
+    """Write a result as JSON; return its file."""
+    path = result_path(theme, ".json")
+    path.write_text(json.dumps(result, indent=1, default=str) + "\n")
+    return path
 
 
 def describe_machine() -> dict[str, str | int]:
