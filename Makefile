@@ -33,10 +33,12 @@ check: $(VENV)/.ready-dev
 	$(CC) $(shell cd csrc && ../$(BIN)/python -c 'import build_ffi; print(*build_ffi.CFLAGS)') \
 	  -Icsrc -fsyntax-only $(filter %.c,$(NATIVE))
 
+# Those that need neither root nor an hour; the others are in benchmarks/README.md.
+BENCHMARKS ?= step aio update load durability layers
 bench: $(VENV)/.ready-bench
 	@mkdir -p runs
 	$(BIN)/offload-bench io runs
-	for benchmark in benchmarks/bench_*.py; do $(BIN)/python $$benchmark || exit 1; done
+	for name in $(BENCHMARKS); do $(BIN)/python benchmarks/bench_$$name.py || exit 1; done
 
 # The sanitizers watch the C code under the tests that drive it hardest; tests that start a sanitized program of their own
 # are part of the other suites. `build/<name>` shadows the normal extension: -P keeps the working folder off the path.
