@@ -1,6 +1,7 @@
 """What every test gets: a fixed number of torch threads and the environment of a first run."""
 
 import os
+import signal
 
 import pytest
 import torch
@@ -16,3 +17,9 @@ def first_run():
         if name not in RERUN_UNDER:
             del os.environ[name]
     torch.set_num_threads(NUM_THREADS)
+
+
+def pytest_configure() -> None:
+    """A shell's background job ignores SIGINT, and so would every process that a test interrupts."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
