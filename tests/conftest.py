@@ -20,6 +20,6 @@ def first_run():
 
 
 def pytest_configure() -> None:
-    """A shell's background job ignores SIGINT, and so would every process that a test interrupts."""
+    """A background job of a shell ignores SIGINT, and so would whatever a test interrupts."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
