@@ -38,6 +38,7 @@ _SCALING = (
     "consecutive_hysteresis", "min_loss_scale",
 )  # fmt: skip
 PLACES = ("auto", "host", "disk")
+ORDERS = ("horizontal", "layer")
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,7 @@ class EngineConfig:
     chunk_elems: int | None = None
     durability: str = "process"
     placement: Wanted = Wanted()  # "auto", "host", "disk", or {"weights": ..., "state": ...}
+    order: str = "horizontal"  # of a step's micro-steps in train_batch; "layer": unit by unit
     overlap: str = "auto"  # speculate: update during backward; hold: at step(); auto: as it pays
     device: torch.device | None = None
     param_persistence_threshold: int = 100_000
@@ -163,7 +165,7 @@ def _from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
              "OFFLOAD_DURABILITY": "durability", "OFFLOAD_AIO_BACKEND": "aio_backend",
         "OFFLOAD_OVERLAP": "overlap", "OFFLOAD_PLACEMENT": "placement",
              "OFFLOAD_STATE_DTYPE": "state_dtype", "OFFLOAD_METRICS": "metrics_path",
-             "OFFLOAD_TIMELINE": "timeline_path"}  # fmt: skip
+             "OFFLOAD_TIMELINE": "timeline_path", "OFFLOAD_ORDER": "order"}  # fmt: skip
     found: dict[str, Any] = {
         key: environment[name] for name, key in names.items() if environment.get(name)
     }
@@ -228,7 +230,7 @@ def _checked(config: EngineConfig) -> EngineConfig:
         )
     choices: dict[str, Sequence[str]] = {
         "durability": ("process", "step", "none"), "state_dtype": STATE_DTYPES,
-        "overlap": ("auto", "speculate", "hold"),
+        "overlap": ("auto", "speculate", "hold"), "order": ORDERS,
         "aio_backend": ("auto", "uring", "libaio", "threads")}  # fmt: skip
     for key, allowed in choices.items():
         for_tests = key == "aio_backend" and config.aio_backend == "faults"  # aio.faults

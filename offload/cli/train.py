@@ -18,7 +18,7 @@ from pathlib import Path
 import click
 
 from offload.cli import shell
-from offload.config import PLACES, STATE_DTYPES
+from offload.config import ORDERS, PLACES, STATE_DTYPES
 from offload.errors import BudgetError, ConfigError, StoreError
 
 NAME = "offload-train"
@@ -68,6 +68,11 @@ class Job:
     "--placement",
     type=click.Choice(PLACES),
     help="Where weights and state live; auto: in host memory what fits beside the rest.",
+)
+@click.option(
+    "--order",
+    type=click.Choice(ORDERS),
+    help="Of the micro-steps in train_batch; layer: all of them through a unit before the next.",
 )
 @click.option(
     "--profile",
@@ -123,6 +128,7 @@ def command(
         "timeline_path": "OFFLOAD_TIMELINE",
         "state_dtype": "OFFLOAD_STATE_DTYPE",
         "placement": "OFFLOAD_PLACEMENT",
+        "order": "OFFLOAD_ORDER",
     }
     environment = {
         names[key]: str(value.resolve() if isinstance(value, Path) else value)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from offload import kernels
 from offload.engine.assembly import state_bytes
 from offload.engine.connect import Parts
+from offload.engine.left_out import left_out
 from offload.partition.unit import Unit
 from offload.threads import ThreadPlan
 
@@ -44,7 +45,7 @@ def describe(parts: Parts) -> str:
         f"update    {blueprint.rule.name}, state in {blueprint.states.dtype};"
         f" {_threads(blueprint.threads)}",
     ]
-    lines += [f"left      {reason}" for reason in blueprint.found.left_alone]
+    lines += [f"stays     {reason}" for reason in left_out(blueprint)]
     return "\n".join(lines)
 
 

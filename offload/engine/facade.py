@@ -164,18 +164,19 @@ class OffloadEngine:
 
     def train_batch(
         self, batches: Sequence[Any], loss_fn: Callable[[Any], torch.Tensor] | None = None, *,
-        order: str = "horizontal",
+        order: str | None = None,
     ) -> list[torch.Tensor]:  # fmt: skip
         """All micro-steps of one step, and the step; returns their losses, detached.
 
         `batches`: `gradient_accumulation_steps` of them, each the model's arguments (a tuple, a
         mapping or one tensor).  `loss_fn(output)`: default `output.loss`, or the output itself.
         `order`: "horizontal", or "layer": all micro-batches through a unit before the next, so
-        that weights move once a step; all graphs are alive at once.  Equal bit for bit.
+        that weights move once a step; all graphs are alive at once.  Equal bit for bit.  Default:
+        the engine's setting of this name.
         """
         self._check_open()
         _check_writable(self)
-        return train_batch(self, batches, loss_fn, order)
+        return train_batch(self, batches, loss_fn, order or self.config.order)
 
     # --- reading
 

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from offload.config import ORDERS
 from offload.errors import ConfigError
 from offload.runtime.baton import draw_seeds
 
 if TYPE_CHECKING:
     from offload.engine.facade import OffloadEngine
 
-ORDERS = ("horizontal", "layer")
 LossOf = Callable[[Callable[..., Any], Any], torch.Tensor]  # of a model and a batch
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from offload.engine.assembly import Blueprint, spill_bytes
 from offload.engine.connect import Parts
+from offload.engine.left_out import left_out
 from offload.metrics.bound import Rates
 from offload.runtime.residency import Phase
 from offload.schedule.plan import Plan, Space, unit_plans
@@ -30,17 +31,22 @@ def layout_of(blueprint: Blueprint) -> Layout:
 
 def first_plan(blueprint: Blueprint) -> Plan:
     """The plan before any step: the order of the units is a guess."""
-    micro_steps = blueprint.config.gradient_accumulation_steps
-    uses = Uses.guessed(len(blueprint.found.units), micro_steps)
+    config = blueprint.config
+    uses = Uses.guessed(
+        len(blueprint.found.units), config.gradient_accumulation_steps,
+        by_layers=config.order == "layer",
+    )  # fmt: skip
     return _plan(blueprint, uses, blueprint.drives.speeds, "profile", None)
 
 
 def current_plan(parts: Parts) -> Plan:
     """The plan with the observed order, and what the last step told of rates and compute."""
     blueprint, residency = parts.ground.blueprint, parts.residency
+    config, by_layers = blueprint.config, residency.by_layers
     uses = Uses(
         residency.order(Phase.FORWARD), residency.order(Phase.BACKWARD),
-        blueprint.config.gradient_accumulation_steps,
+        config.gradient_accumulation_steps,
+        by_layers=config.order == "layer" if by_layers is None else by_layers,
     )  # fmt: skip
     bound = parts.ground.metrics.last.get("bound")
     if bound is None:
@@ -58,6 +64,7 @@ def _plan(
     return Plan(
         unit_plans(layout), blueprint.placement, step_traffic(layout, uses),
         Space(sum(file.file_bytes for file in files), sides, spill_bytes(blueprint)),
-        blueprint.device_memory, blueprint.config.overlap, uses.micro_steps,
+        blueprint.device_memory, blueprint.config.overlap, uses.micro_steps, uses.by_layers,
         rates, rates_from, compute_s, sum(unit.num_tensor_elems for unit in blueprint.units),
+        left_out(blueprint),
     )  # fmt: skip

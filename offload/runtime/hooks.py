@@ -100,6 +100,7 @@ class Hooks:
         self._calls = [0] * len(self._calls)
         self._residency.begin(Phase.FORWARD if torch.is_grad_enabled() else Phase.EVAL)
         if torch.is_grad_enabled():
+            self._residency.by_layers = False
             self._views.push()
 
     def _leave_root(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -172,6 +173,7 @@ class Hooks:
         self._before_forward()
         self._calls = [0] * len(self._calls)
         self._residency.begin(Phase.FORWARD)
+        self._residency.by_layers = True
         self._layers = LayerMajor(
             model, self._residency, self._persistent, seeds=seeds, take=self._keeper.take,
             done=self._complete,

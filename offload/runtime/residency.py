@@ -41,6 +41,7 @@ class Residency:
         weight_bytes: int, metrics: Metrics,
     ) -> None:  # fmt: skip
         self.bound = bound
+        self.by_layers: bool | None = None  # the last forward for training; None: there was none
         self.phase = Phase.IDLE
         self._fetcher = fetcher
         self.loans = fetcher.loans

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import groupby
 
 from offload.metrics.bound import WORDS, Rates
@@ -47,10 +47,12 @@ class Plan:
     device_memory: int
     overlap: str  # "hold", "speculate" or "auto"
     micro_steps: int = 1
+    by_layers: bool = False  # layer-major order
     rates: Rates | None = None  # of the drives
     rates_from: str = "profile"
     compute_s: float | None = None  # of a step, as observed
-    num_params: int = field(default=0)
+    num_params: int = 0
+    left_out: Sequence[str] = ()  # what is not offloaded, and why
 
     @property
     def terms(self) -> Mapping[str, float]:
@@ -71,7 +73,8 @@ class Plan:
     def __str__(self) -> str:
         lines = [f"{'unit':<40} {'parameters':>14}  weights  state  gradients"]
         lines += list(_unit_lines(self.units))
-        return "\n".join([*lines, "", *self._memory(), *self._moves(), *self._bound()])
+        lines += ["", *self._memory(), *self._moves(), *self._bound()]
+        return "\n".join([*lines, *(f"stays   {reason}" for reason in self.left_out)])
 
     def _memory(self) -> Iterator[str]:
         place = self.placement
@@ -94,7 +97,8 @@ class Plan:
         )
 
     def _moves(self) -> Iterator[str]:
-        steps = f", {self.micro_steps} micro-steps in turn" if self.micro_steps > 1 else ""
+        order = "unit by unit (layer-major)" if self.by_layers else "one after another"
+        steps = f", {self.micro_steps} micro-steps {order}" if self.micro_steps > 1 else ""
         per_param = self.traffic.total / self.num_params if self.num_params else 0.0
         yield f"step    {per_param:.1f} bytes a parameter between disk and host{steps}"
         for verb, moved in (("read", self.traffic.read), ("written", self.traffic.written)):

@@ -1,6 +1,7 @@
 """What a step moves between DISK and HOST: the exact account that the counters must equal (T3).
 
-    forward    weights of each unit on the trace, unless they stay in host memory
+    forward    weights of each unit on the trace, unless they stay in host memory; each micro-step
+               anew, but in layer-major order
     backward   the same, less the unit with which forward ended; gradients that are spilled
     update     every role of every unit with gradients: read, unless it stays or is made from the
                master, and written
@@ -29,11 +30,17 @@ class Uses:
     forward: Sequence[int]
     backward: Sequence[int]
     micro_steps: int = 1
+    by_layers: bool = False  # all micro-steps through a unit before the next
 
     @classmethod
-    def guessed(cls, num_units: int, micro_steps: int) -> Uses:
+    def guessed(cls, num_units: int, micro_steps: int, *, by_layers: bool = False) -> Uses:
         """Each unit once, in the model's order; before anything was observed."""
-        return cls(range(num_units), range(num_units)[::-1], micro_steps)
+        return cls(range(num_units), range(num_units)[::-1], micro_steps, by_layers)
+
+    @property
+    def passes(self) -> int:
+        """How often a step fetches weights for forward and backward."""
+        return 1 if self.by_layers else self.micro_steps
 
 
 @dataclass(frozen=True)
@@ -75,7 +82,7 @@ def step_traffic(layout: Layout, uses: Uses, *, first: bool = False) -> Traffic:
         for index in fetched:
             for role in layout.units[index].states.weights.fetched:
                 num_bytes = _fetch_bytes(layout, index, role)
-                read[f"{phase}.{role.value}"] += uses.micro_steps * num_bytes
+                read[f"{phase}.{role.value}"] += uses.passes * num_bytes
     lent = 0
     for unit in (*layout.units, *([layout.persistent] if layout.persistent else [])):
         for role, num_bytes in update_bytes(layout, unit):

@@ -20,9 +20,9 @@ def trained(folder, model=models.Decoder, shape=MODEL, **settings) -> OffloadEng
     }  # fmt: skip
     settings = defaults | settings
     engine = OffloadEngine(models.build(model, **shape), **settings)
-    for index in range(NUM_STEPS * settings.get("gradient_accumulation_steps", 1)):
-        engine.backward(engine(*models.batch(index)))
-        engine.step()
+    count = settings.get("gradient_accumulation_steps", 1)
+    for index in range(0, NUM_STEPS * count, count):
+        engine.train_batch([models.batch(index + i) for i in range(count)])
     return engine
 
 
@@ -67,6 +67,12 @@ PLACEMENTS = {
     "one side": {"durability": "none"},
     "two micro-steps": {"gradient_accumulation_steps": 2},
     "two micro-steps, spilled": {"gradient_accumulation_steps": 2, **SMALL},
+    "layer-major": {"gradient_accumulation_steps": 3, "order": "layer"},
+    "layer-major, spilled": {"gradient_accumulation_steps": 3, "order": "layer", **SMALL},
+    "layer-major, some weights stay": {
+        "gradient_accumulation_steps": 3, "order": "layer", "placement": "auto",
+        "host_memory": "900KiB", "chunk_elems": 4096,
+    },
     "tied weights": {"shape": MODEL | {"tied": True}},
     "checkpointing": {"shape": MODEL | {"checkpointing": "nonreentrant"}},
     "weights used elsewhere": {"model": models.OutsideWeight, "shape": {}},
@@ -124,6 +130,50 @@ def test_the_plan_before_a_step_is_the_plan_after_it_where_the_model_runs_in_ord
     assert "compute" not in before.terms
     assert first.plan.terms["compute"] == first.metrics.last["bound"]["terms"]["compute"]
     first.close()
+
+
+def test_the_plan_knows_the_order_before_a_step_and_follows_the_one_that_is_used(tmp_path):
+    count = 2
+    settings = {"gradient_accumulation_steps": count, "order": "layer"}
+    with OffloadEngine(
+        models.build(models.Decoder, **MODEL), nvme_path=tmp_path, placement="disk",
+        param_persistence_threshold=0, resume=False, **settings,
+    ) as engine:  # fmt: skip
+        told = engine.plan
+        assert "2 micro-steps unit by unit (layer-major)" in str(told)
+        for step in range(3):
+            engine.train_batch([models.batch(count * step + i) for i in range(count)])
+        assert engine.plan.traffic == told.traffic
+        for step in range(3):
+            batches = [models.batch(count * step + i) for i in range(count)]
+            engine.train_batch(batches, order="horizontal")
+        other = engine.plan
+        assert "2 micro-steps one after another" in str(other)
+        forward = "forward.param"
+        assert other.traffic.read[forward] == count * told.traffic.read[forward]
+
+
+class Mixed(models.Decoder):
+    """With a buffer, an integer parameter and frozen embeddings."""
+
+    def __init__(self, **options) -> None:
+        super().__init__(**options)
+        self.register_buffer("scale", torch.ones(3))
+        self.counts = torch.nn.Parameter(torch.zeros(2, dtype=torch.int64), requires_grad=False)
+        self.embed.weight.requires_grad_(False)
+
+
+def test_what_is_not_offloaded_is_told_with_its_reason(tmp_path):
+    with trained(tmp_path, model=Mixed, param_persistence_threshold=1000) as engine:
+        told = "\n".join(engine.plan.left_out)
+        assert "counts: torch.int64 is none of float32" in told
+        assert "1 buffers (12 bytes, such as scale)" in told
+        assert "small tensors" in told
+        assert "below param_persistence_threshold, 1,000 elements" in told
+        assert "1 frozen tensors" in told
+        for line in engine.plan.left_out:
+            assert line in str(engine.plan)
+            assert line in engine.describe()
 
 
 def test_the_plan_can_be_printed(tmp_path):
