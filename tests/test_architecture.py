@@ -28,7 +28,7 @@ LEVELS: tuple[frozenset[str], ...] = (
     frozenset({"runtime", "optim"}),
     frozenset({"schedule", "store", "memory", "masters"}),
     frozenset({"partition"}),
-    frozenset({"config", "crc", "metrics", "kernels", "profile", "threads"}),
+    frozenset({"config", "crc", "deepspeed_config", "metrics", "kernels", "profile", "threads"}),
     frozenset({"errors"}),
 )
 RANK = {name: rank for rank, names in enumerate(LEVELS) for name in names}
