@@ -63,7 +63,7 @@ class Stepper:
         self._units = [*units, *([persistent] if persistent else [])]
         self._persistent = persistent
         self._names = names
-        self._max_norm = max_norm
+        self.max_norm = max_norm  # of the coming step
         self._groups = groups
         self._ledger = ledger
         self._keeper = keeper
@@ -90,7 +90,7 @@ class Stepper:
         """
         self._ledger.finish()
         self._keeper.settle()
-        with_grad = set().union(*(self._keeper[unit.index].has_grad for unit in self._units))
+        with_grad = self._with_grad()
         if with_grad:
             self._scale.check_applied()
         norm, finite = self._norm(with_grad)
@@ -101,13 +101,21 @@ class Stepper:
             if not finite:
                 self._scale.update(overflow=True)
             return Outcome(norm, not finite, ())
-        factor = min(1.0, self._max_norm / (norm + 1e-6)) if self._max_norm else 1.0
+        factor = min(1.0, self.max_norm / (norm + 1e-6)) if self.max_norm else 1.0
         rows = self._rows(with_grad, factor / self._scale.value)
         made = speculator.settle(rows, clipped=factor != 1.0)
         self._scale.update(overflow=False)  # before the state is captured
         self._submit(rows, made, order, capture)
         self._clear()
         return Outcome(norm, False, tuple(rows.row_of))
+
+    def kept_norm(self) -> float:
+        """The norm that step() would find now; waits for gradients on their way to disk."""
+        self._keeper.settle()
+        return self._norm(self._with_grad())[0]
+
+    def _with_grad(self) -> set[str]:
+        return set().union(*(self._keeper[unit.index].has_grad for unit in self._units))
 
     def _clear(self) -> None:
         self._keeper.clear()

@@ -89,7 +89,12 @@ class OffloadOptimizer(torch.optim.Optimizer):
                 f" store, got moments of {len(state_dict['state'])} parameters."
                 " Load them with engine.load_checkpoint."
             )
+        groups = self.param_groups
         super().load_state_dict(state_dict)
+        # An instance that the engine was made from shares its groups: its scheduler writes there.
+        for group, loaded in zip(groups, self.param_groups, strict=True):
+            group.update(loaded)
+        self.param_groups = groups
 
     def __getstate__(self) -> NoReturn:
         raise StateError(

@@ -1,0 +1,59 @@
+"""What training loops of other libraries ask for between backward and step().
+
+backward(engine, loss, last=...)   a micro-step of a loop that knows where its window ends
+grad_norm(engine)                  of what is kept so far: what step() will report
+clip_next_step(engine, max_norm)   the factor is applied by the coming step, and by it alone
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from offload.errors import ConfigError
+
+if TYPE_CHECKING:
+    from offload.engine.facade import OffloadEngine
+
+
+def backward(engine: OffloadEngine, loss: torch.Tensor, *, last: bool, **kwargs: Any) -> None:
+    """Backward of one micro-step; the caller has divided the loss by their number.
+
+    `last`: the step follows, so updates may begin.  The loss scale is applied here.
+    """
+    engine._check_open()
+    hooks = engine._parts.hooks
+    hooks.last_micro_step = last
+    try:
+        engine.scale(loss).backward(**kwargs)
+    finally:
+        hooks.last_micro_step = engine.config.gradient_accumulation_steps == 1
+
+
+def grad_norm(engine: OffloadEngine) -> float:
+    """Unscaled global norm of the gradients kept since the last step, before any clipping."""
+    return engine._parts.stepper.kept_norm()
+
+
+def clip_next_step(engine: OffloadEngine, max_norm: float) -> None:
+    """Clip the gradients of the coming step to a global norm of `max_norm`.
+
+    Where `gradient_clipping` is set too, or another call came before, the smallest holds.
+    """
+    if not max_norm > 0 or math.isnan(max_norm):
+        raise ConfigError(f"max_norm: expected a number above 0, got {max_norm}.")
+    stepper = engine._parts.stepper
+    if math.isfinite(max_norm):
+        stepper.max_norm = min(max_norm, stepper.max_norm or math.inf)
+
+
+def end_step(engine: OffloadEngine) -> None:
+    """Clip as `gradient_clipping` says again."""
+    engine._parts.stepper.max_norm = engine.config.gradient_clipping
+
+
+def compute_dtype(engine: OffloadEngine) -> torch.dtype:
+    """The type of gathered weights."""
+    return engine._parts.ground.blueprint.compute_dtype

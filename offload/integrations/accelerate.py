@@ -1,0 +1,182 @@
+"""accelerate's loop around an engine.
+
+    engine = OffloadEngine(model, ..., gradient_accumulation_steps=4)
+    accelerator = Accelerator(gradient_accumulation_steps=4)
+    model, optimizer = attach(accelerator, engine)
+    loader, scheduler = accelerator.prepare(loader, scheduler)
+    with accelerator.accumulate(model):
+        accelerator.backward(model(**batch).loss)
+        if accelerator.sync_gradients:
+            accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step();  scheduler.step();  optimizer.zero_grad()
+
+What would find no gradients, or save no weights, is replaced on the accelerator: `backward`,
+`clip_grad_norm_`, `clip_grad_value_`, and hooks of `save_state` and `load_state`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from offload.engine import outer_loop
+from offload.engine.facade import OffloadEngine
+from offload.errors import ConfigError, StateError
+
+STATE = "offload"  # the folder with the engine's state inside a checkpoint of another library
+
+
+def attach(accelerator: Any, engine: OffloadEngine) -> tuple[nn.Module, Any]:
+    """Let `accelerator` drive `engine`; return the model and the optimizer, prepared.
+
+    The engine divides no loss and clips only what it is told: its `gradient_accumulation_steps`
+    says how much room gradients get.  Raises ConfigError where the accelerator scales losses
+    itself, or spreads over several processes.
+    """
+    _check(accelerator)
+    model = engine.module
+    model._is_accelerate_prepared = True  # type: ignore[assignment]  # to() would find no data
+    prepared, optimizer = accelerator.prepare(model, engine.optimizer)
+    loop = AcceleratedLoop(accelerator, engine)
+    accelerator.backward = loop.backward
+    accelerator.clip_grad_norm_ = loop.clip_grad_norm_
+    accelerator.clip_grad_value_ = loop.clip_grad_value_
+    accelerator.register_save_state_pre_hook(loop.save)
+    accelerator.register_load_state_pre_hook(loop.load)
+    engine.optimizer.register_step_post_hook(loop.after_step)
+    return prepared, optimizer
+
+
+def _check(accelerator: Any) -> None:
+    if accelerator.scaler is not None:
+        raise ConfigError(
+            "accelerator: expected mixed_precision='no' or 'bf16', got 'fp16', which scales losses"
+            " beside the engine. Make OffloadEngine(..., dtype='fp16') and leave mixed_precision"
+            " out."
+        )
+    if accelerator.num_processes > 1 or accelerator.distributed_type.value != "NO":
+        raise ConfigError(
+            f"accelerator: expected one process, got {accelerator.num_processes} of type"
+            f" {accelerator.distributed_type.value}. Start the script without a launcher."
+        )
+
+
+class AcceleratedLoop:
+    """What an accelerator's methods become; one engine."""
+
+    def __init__(self, accelerator: Any, engine: OffloadEngine) -> None:
+        self._accelerator = accelerator
+        self._engine = engine
+        self._clip_others = accelerator.clip_grad_norm_
+        self._clip_values_of_others = accelerator.clip_grad_value_
+        self._skipped_before = engine.skipped_steps
+
+    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+        """One micro-step; divides by the accelerator's number of them, as accelerate does."""
+        outer_loop.backward(
+            self._engine, loss / self._accelerator.gradient_accumulation_steps,
+            last=self._accelerator.sync_gradients, **kwargs,
+        )  # fmt: skip
+
+    def clip_grad_norm_(
+        self, parameters: Iterable[nn.Parameter] | nn.Parameter, max_norm: float,
+        norm_type: float = 2.0,
+    ) -> torch.Tensor | None:  # fmt: skip
+        """Return the global norm before clipping; the coming step clips to `max_norm`."""
+        asked = _listed(parameters)
+        if not self._ours(asked, "clip_grad_norm_"):
+            found: torch.Tensor | None = self._clip_others(asked, max_norm, norm_type=norm_type)
+            return found
+        if norm_type != 2:
+            raise ConfigError(
+                f"clip_grad_norm_: expected norm_type=2, got {norm_type}, which the engine does"
+                " not compute."
+            )
+        if not self._accelerator.sync_gradients:
+            raise StateError(
+                "clip_grad_norm_: expected a call where accelerator.sync_gradients is true, got one"
+                " inside an accumulation window. Put it under `if accelerator.sync_gradients:`."
+            )
+        norm = outer_loop.grad_norm(self._engine)
+        outer_loop.clip_next_step(self._engine, float(max_norm))
+        return torch.tensor(norm)
+
+    def clip_grad_value_(
+        self, parameters: Iterable[nn.Parameter] | nn.Parameter, clip_value: float
+    ) -> None:
+        """Refuse: the engine clips by the global norm only."""
+        asked = _listed(parameters)
+        if self._ours(asked, "clip_grad_value_"):
+            raise StateError(
+                "clip_grad_value_: the engine keeps the gradients and clips them by their global"
+                " norm only. Use accelerator.clip_grad_norm_."
+            )
+        self._clip_values_of_others(asked, clip_value)
+
+    def _ours(self, asked: list[nn.Parameter], what: str) -> bool:
+        """True for all trainable parameters of the engine, False for others' only."""
+        ours = {id(p) for p in self._engine.module.parameters() if p.requires_grad}
+        found = {id(p) for p in asked if p.requires_grad}
+        if ours == found:
+            return True
+        if not ours & found:
+            return False
+        raise ConfigError(
+            f"{what}: expected all {len(ours)} trainable parameters of the engine's model and no"
+            f" others, got {len(ours & found)} of them and {len(found - ours)} others. Pass"
+            " model.parameters()."
+        )
+
+    def after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        """Tell accelerate whether the step was skipped: schedulers wait then."""
+        outer_loop.end_step(self._engine)
+        skipped = self._engine.skipped_steps
+        for each in self._accelerator._optimizers:
+            if each.optimizer is optimizer:
+                each._is_overflow = skipped > self._skipped_before
+        self._skipped_before = skipped
+
+    def save(self, models: list[nn.Module], weights: list[Any], folder: str) -> None:
+        """`save_state`: weights and optimizer state as the engine keeps them, exact."""
+        save_engine(self._engine, Path(folder))
+        for index in [i for i, model in enumerate(models) if model is self._engine.module]:
+            weights.pop(index)
+
+    def load(self, models: list[nn.Module], folder: str) -> None:
+        """`load_state`: go on from what `save` wrote; accelerate loads the rest."""
+        load_engine(self._engine, Path(folder))
+        models[:] = [model for model in models if model is not self._engine.module]
+
+
+def save_engine(engine: OffloadEngine, folder: Path) -> None:
+    """Save the engine's state beside another library's files; returns when it is complete."""
+    engine.save_checkpoint(folder, STATE).wait()
+
+
+def has_engine(folder: Path) -> bool:
+    """True when `save_engine` wrote into `folder`."""
+    return (folder / STATE).is_dir()
+
+
+def load_engine(engine: OffloadEngine, folder: Path) -> None:
+    """Load what `save_engine` wrote; raises StateError where there is nothing."""
+    check_engine(folder)
+    engine.load_checkpoint(folder, STATE)
+
+
+def check_engine(folder: Path) -> None:
+    """Raise StateError unless `save_engine` wrote into `folder`."""
+    if not has_engine(folder):
+        raise StateError(
+            f"checkpoint {folder}: expected a folder {STATE!r} with the engine's state, got none."
+            " It was saved without the engine, or with weights only; load those into the model"
+            " before the engine is made."
+        )
+
+
+def _listed(parameters: Iterable[nn.Parameter] | nn.Parameter) -> list[nn.Parameter]:
+    return [parameters] if isinstance(parameters, nn.Parameter) else list(parameters)
