@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,7 @@ class Profile:
     read_bytes_per_s: float  # with this setting, not the drive's limit
     write_bytes_per_s: float
     mixed_bytes_per_s: float  # reads and writes together
+    measured: Mapping[str, float] = field(default_factory=dict)  # of the machine, by `offload plan`
 
 
 def encode(profile: Profile) -> str:
@@ -65,6 +67,18 @@ def load(place: Path) -> Profile:
     except (ValueError, RecursionError):
         raise _alien(file, "text that is no JSON") from None
     return _decode(file, value)
+
+
+def remember(place: Path, measured: Mapping[str, float]) -> None:
+    """Keep what `offload plan` measured in the profile at `place`; raises ConfigError, OSError."""
+    file = place / FILE_NAME if place.is_dir() else place
+    found = load(file)
+    part = file.with_suffix(f".{os.getpid()}")
+    try:
+        part.write_text(encode(replace(found, measured={**found.measured, **measured})))
+        part.replace(file)
+    finally:
+        part.unlink(missing_ok=True)
 
 
 def find(folder: Path) -> Profile | None:
@@ -101,6 +115,7 @@ def _decode(file: Path, value: Any) -> Profile:
     if value.get("version") != VERSION:
         raise _alien(file, f"version {value.get('version')!r}, this release reads {VERSION}")
     fields: dict[str, Any] = {name: value.get(name) for name in Profile.__dataclass_fields__}
+    fields["measured"] = value.get("measured", {})
     for name, problem in _problems(fields):
         raise _alien(file, f"{name}: {problem}")
     return Profile(**fields)
@@ -121,10 +136,16 @@ def _problems(fields: Mapping[str, Any]) -> list[tuple[str, str]]:
         elif name == "block_bytes" and fields[name] % 4096:
             found.append((name, f"expected a multiple of 4096, got {fields[name]!r}"))
     for name in ("read_bytes_per_s", "write_bytes_per_s", "mixed_bytes_per_s"):
-        rate = fields[name]
-        if type(rate) not in (int, float) or not 0 < rate < 1e15:
-            found.append((name, f"expected a rate > 0, got {rate!r}"))
+        if not _is_rate(fields[name], 1e15):
+            found.append((name, f"expected a rate > 0, got {fields[name]!r}"))
+    measured = fields["measured"]
+    if not isinstance(measured, dict) or not all(_is_rate(v, 1e18) for v in measured.values()):
+        found.append(("measured", f"expected rates > 0 by name, got {measured!r}"))
     return found
+
+
+def _is_rate(value: Any, most: float) -> bool:
+    return type(value) in (int, float) and 0 < value < most
 
 
 def _alien(file: Path, got: str) -> ConfigError:

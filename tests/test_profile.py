@@ -250,7 +250,7 @@ def test_the_profile_is_told_where_the_engine_describes_itself(drive: Path) -> N
 
 def test_every_field_of_a_profile_is_checked(tmp_path: Path) -> None:
     file = lay(tmp_path)
-    for name in asdict(PROFILE):
+    for name in asdict(PROFILE).keys() - {"measured"}:  # that a profile may lack
         value = json.loads(encode(PROFILE))
         del value[name]
         file.write_text(json.dumps(value))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -67,12 +66,6 @@ def command(
 
 
 def _function(spec: str | None) -> Callable[[], Any] | None:
-    """`package.module:name`, found as Python finds modules from the current folder."""
-    if spec is None:
-        return None
-    module, _, name = spec.partition(":")
-    try:
-        found: Callable[[], Any] = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise click.BadParameter(f"{spec}: {error}.", param_hint="--make") from None
-    return found
+    from offload.cli.models import function_named
+
+    return None if spec is None else function_named(spec, "--make")

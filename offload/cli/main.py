@@ -28,10 +28,10 @@ command.add_command(inspect.command)
 )
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def plan(*, arguments: tuple[str, ...]) -> None:
-    """Tell what a training script would do here, without doing it."""
-    from offload.cli.plan import command as real  # its options are those of offload-train
+    """Tell what training a model, or a script, would take here, without doing it."""
+    from offload.cli.plan import choose  # what is planned decides the options
 
-    shell.parse(real, arguments)
+    shell.parse(choose(arguments), arguments)
 
 
 @command.command("report")

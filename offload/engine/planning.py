@@ -8,6 +8,7 @@ from offload.engine.left_out import left_out
 from offload.metrics.bound import Rates
 from offload.runtime.residency import Phase
 from offload.schedule.plan import Plan, Space, unit_plans
+from offload.schedule.presence import device_peak_bytes
 from offload.schedule.traffic import Layout, Uses, step_traffic
 from offload.store.extents import UnitExtents, lay_out_file
 
@@ -29,14 +30,18 @@ def layout_of(blueprint: Blueprint) -> Layout:
     )  # fmt: skip
 
 
-def first_plan(blueprint: Blueprint) -> Plan:
-    """The plan before any step: the order of the units is a guess."""
+def guessed_uses(blueprint: Blueprint) -> Uses:
+    """The order of the units before any step, and what the settings say of micro-steps."""
     config = blueprint.config
-    uses = Uses.guessed(
+    return Uses.guessed(
         len(blueprint.found.units), config.gradient_accumulation_steps,
         by_layers=config.order == "layer",
     )  # fmt: skip
-    return _plan(blueprint, uses, blueprint.drives.speeds, "profile", None)
+
+
+def first_plan(blueprint: Blueprint) -> Plan:
+    """The plan before any step: the order of the units is a guess."""
+    return _plan(blueprint, guessed_uses(blueprint), blueprint.drives.speeds, "profile", None)
 
 
 def current_plan(parts: Parts) -> Plan:
@@ -66,5 +71,5 @@ def _plan(
         Space(sum(file.file_bytes for file in files), sides, spill_bytes(blueprint)),
         blueprint.device_memory, blueprint.config.overlap, uses.micro_steps, uses.by_layers,
         rates, rates_from, compute_s, sum(unit.num_tensor_elems for unit in blueprint.units),
-        left_out(blueprint),
+        left_out(blueprint), device_peak_bytes(layout, uses),
     )  # fmt: skip

@@ -97,9 +97,21 @@ def _construct(
     if make is not None:
         with on_meta():
             return make(), None
-    kind, config = architecture(folder), _config(folder)
+    kind = architecture(folder)
     with on_meta():
-        return kind(config), kind
+        return kind(_config(folder)), kind
+
+
+def construct(folder: Path, kind: Any) -> nn.Module:
+    """The module of class `kind` that `folder`'s config.json tells, its weights tied and on the
+    meta device; reads no weights.
+    """
+    config = _config(folder)
+    with on_meta():
+        model: Any = kind(config)
+        model.tie_weights()
+    made: nn.Module = model
+    return made
 
 
 class WeightFiles:

@@ -125,8 +125,20 @@ def place(
                 held = _with_gradients(slots, units, formats, fixed=fixed, room=int(room))
                 left = int(room) - held.held_bytes
                 return replace(held, resident=tuple(choose(offered, left)))
-    least = fixed + _slots(choices[-1], ceiling, formats, preferred=False, spill=True).slot_bytes
+    least = fixed + _least_slots(choices[-1], ceiling, formats).slot_bytes
     raise BudgetError(_host_message(host_memory or 0, least, fixed, choices[-1]))
+
+
+def host_least_bytes(units: Sequence[Unit], persistent: Unit | None, formats: Formats) -> int:
+    """The least `host_memory`: small tensors' state and slots of the smallest chunk."""
+    multiple = formats.states.chunk_multiple
+    ceiling = round_up(max((unit.num_elems for unit in units), default=1), multiple)
+    slots = _least_slots(multiple, ceiling, formats)
+    return persistent_host_bytes(persistent) + slots.slot_bytes
+
+
+def _least_slots(chunk: int, ceiling: int, formats: Formats) -> Placement:
+    return _slots(chunk, ceiling, formats, preferred=False, spill=True)
 
 
 def _slots(

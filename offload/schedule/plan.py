@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from offload.metrics.bound import WORDS, Rates
+from offload.metrics.bound import WORDS, Bound, Rates
 from offload.partition.unit import Unit
 from offload.schedule.placement import Placement
 from offload.schedule.traffic import Layout, Traffic
@@ -53,10 +53,14 @@ class Plan:
     compute_s: float | None = None  # of a step, as observed
     num_params: int = 0
     left_out: Sequence[str] = ()  # what is not offloaded, and why
+    device_peak: int = 0  # most bytes of weights and gradients on the device
+    predicted: Bound | None = None  # of a step that has not run
 
     @property
     def terms(self) -> Mapping[str, float]:
         """Seconds that each resource needs for a step, as far as is known (metrics/bound.py)."""
+        if self.predicted is not None:
+            return {name: spent for name, spent in self.predicted.terms.items() if spent}
         read, written = (sum(part.values()) for part in (self.traffic.read, self.traffic.written))
         terms = {}
         if self.rates is not None:
@@ -71,29 +75,32 @@ class Plan:
         return terms
 
     def __str__(self) -> str:
-        lines = [f"{'unit':<40} {'parameters':>14}  weights  state  gradients"]
+        lines = [f"{'unit':<40} {'parameters':>18}  weights  state  gradients"]
         lines += list(_unit_lines(self.units))
         lines += ["", *self._memory(), *self._moves(), *self._bound()]
         return "\n".join([*lines, *(f"stays   {reason}" for reason in self.left_out)])
 
     def _memory(self) -> Iterator[str]:
         place = self.placement
-        yield f"device  budget {_size(self.device_memory)}"
         yield (
-            f"host    {_size(place.total_bytes)} = {_size(place.persistent_bytes)} small tensors"
-            f" + {_size(place.slot_bytes)} slots + {_size(place.held_bytes)} gradients"
-            f" + {_size(place.resident_bytes)} weights and state that stay"
+            f"device  budget {in_bytes(self.device_memory)}, of it at most"
+            f" {in_bytes(self.device_peak)} for weights and gradients at work"
         )
         yield (
-            f"slots   {place.fetch_slots} fetch of {_size(place.fetch_slot_bytes)},"
-            f" {place.update_slots} update of {_size(place.update_slot_bytes)},"
-            f" {place.spill_slots} spill of {_size(place.spill_slot_bytes)};"
+            f"host    {in_bytes(place.total_bytes)} = {in_bytes(place.persistent_bytes)} small"
+            f" tensors + {in_bytes(place.slot_bytes)} slots + {in_bytes(place.held_bytes)}"
+            f" gradients + {in_bytes(place.resident_bytes)} weights and state that stay"
+        )
+        yield (
+            f"slots   {place.fetch_slots} fetch of {in_bytes(place.fetch_slot_bytes)},"
+            f" {place.update_slots} update of {in_bytes(place.update_slot_bytes)},"
+            f" {place.spill_slots} spill of {in_bytes(place.spill_slot_bytes)};"
             f" chunks of {place.chunk_elems:,} elements"
         )
         sides = "side" if self.space.num_sides == 1 else "sides"
         yield (
-            f"disk    {_size(self.space.total)} = {self.space.num_sides} {sides} of"
-            f" {_size(self.space.one_side)} + {_size(self.space.spilled)} spilled gradients"
+            f"disk    {in_bytes(self.space.total)} = {self.space.num_sides} {sides} of"
+            f" {in_bytes(self.space.one_side)} + {in_bytes(self.space.spilled)} spilled gradients"
         )
 
     def _moves(self) -> Iterator[str]:
@@ -102,11 +109,11 @@ class Plan:
         per_param = self.traffic.total / self.num_params if self.num_params else 0.0
         yield f"step    {per_param:.1f} bytes a parameter between disk and host{steps}"
         for verb, moved in (("read", self.traffic.read), ("written", self.traffic.written)):
-            parts = ", ".join(f"{name} {_size(size)}" for name, size in moved.items())
-            yield f"  {verb:<8} {_size(sum(moved.values()))}{': ' if parts else ''}{parts}"
+            parts = ", ".join(f"{name} {in_bytes(size)}" for name, size in moved.items())
+            yield f"  {verb:<8} {in_bytes(sum(moved.values()))}{': ' if parts else ''}{parts}"
         if self.overlap != "hold" and self.traffic.lent:
             yield (
-                f"  up to {_size(self.traffic.lent)} less is read: weights fetched for backward"
+                f"  up to {in_bytes(self.traffic.lent)} less is read: weights fetched for backward"
                 " serve the update"
             )
 
@@ -116,8 +123,9 @@ class Plan:
             yield "bound   not known: no profile (offload-bench io) and no step yet"
             return
         by = max(terms, key=lambda name: terms[name])
+        source = self.rates_from if self.rates is not None else "not known"
         told = ", ".join(f"{WORDS[name]} {seconds:.3f} s" for name, seconds in terms.items())
-        yield f"bound   {terms[by]:.3f} s by {WORDS[by]} (drives: {self.rates_from}): {told}"
+        yield f"bound   {terms[by]:.3f} s by {WORDS[by]} (drives: {source}): {told}"
         if "compute" not in terms:
             yield "        compute is not known before the first step"
 
@@ -157,11 +165,12 @@ def _unit_lines(units: Sequence[UnitPlan]) -> Iterator[str]:
         one = alike[0]
         name = one.name if len(alike) == 1 else f"{one.name} ... {alike[-1].name}"
         count = f"{one.num_params:,}" if len(alike) == 1 else f"{len(alike)} x {one.num_params:,}"
-        yield f"{name:<40} {count:>14}  {one.weights:<7}  {one.state:<5}  {one.gradients}"
+        yield f"{name:<40} {count:>18}  {one.weights:<7}  {one.state:<5}  {one.gradients}"
 
 
-def _size(num_bytes: float) -> str:
-    for name, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+def in_bytes(num_bytes: float) -> str:
+    """1500000 -> '1.50 MB'."""
+    for name, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if num_bytes >= scale:
             return f"{num_bytes / scale:.2f} {name}"
     return f"{num_bytes:.0f} B"

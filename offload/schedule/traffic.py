@@ -66,6 +66,15 @@ class Layout:
     formats: Formats
     weight_capacity: int  # DEVICE bytes for weights of units
 
+    @property
+    def all_units(self) -> tuple[Unit, ...]:
+        """All units, the persistent one last."""
+        return (*self.units, *([self.persistent] if self.persistent else []))
+
+    def taken_bytes(self, unit: Unit) -> int:
+        """Read and written where a micro-step's gradients of `unit` leave the device."""
+        return unit.trainable_elems * (self.formats.compute_of(unit) + self.formats.grad_of(unit))
+
     def stays(self, unit: Unit, role: Role) -> bool:
         """True when this buffer is not read in a step."""
         if self.persistent is not None and unit.index == self.persistent.index:
@@ -84,7 +93,7 @@ def step_traffic(layout: Layout, uses: Uses, *, first: bool = False) -> Traffic:
                 num_bytes = _fetch_bytes(layout, index, role)
                 read[f"{phase}.{role.value}"] += uses.passes * num_bytes
     lent = 0
-    for unit in (*layout.units, *([layout.persistent] if layout.persistent else [])):
+    for unit in layout.all_units:
         for role, num_bytes in update_bytes(layout, unit):
             written[f"update.{role.value}"] += num_bytes
             made = (first and role in MOMENTS) or role in unit.states.weights.made

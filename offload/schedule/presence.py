@@ -1,0 +1,24 @@
+"""The most that the device holds of a model at once: part of its budget, and less than all of it.
+
+    forward    a unit while it is in use, and the one with which forward turns around
+    backward   a unit's weights and its gradients, beside those of the unit before it: backward
+               reaches a unit when the last gradients of the one behind it are about to be complete
+
+Persistent tensors stay, with their gradients.  Activations are not counted.
+"""
+
+from __future__ import annotations
+
+from offload.schedule.traffic import Layout, Uses
+
+
+def device_peak_bytes(layout: Layout, uses: Uses) -> int:
+    """Bytes of weights and gradients, in the types that compute."""
+    size = layout.formats.compute_of
+    weights = {unit.index: unit.num_elems * size(unit) for unit in layout.units}
+    grads = {unit.index: unit.trainable_elems * size(unit) for unit in layout.units}
+    small = layout.persistent
+    fixed = (small.num_elems + small.trainable_elems) * size(small) if small else 0
+    forward = max((weights[index] for index in uses.forward), default=0)
+    backward = max((weights[index] + grads[index] for index in uses.backward), default=0)
+    return fixed + max(forward, backward)
