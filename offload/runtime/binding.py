@@ -95,7 +95,7 @@ class BoundUnit:
         """PRESENT or FILLING -> EVICTED: drop the storage, dress the parameters in `guard`."""
         if self.presence is Presence.PRESENT:
             for slot, parameter in zip(self.unit.slots, self.parameters, strict=True):
-                parameter.data = self._hole.expand(slot.tensor.shape)
+                _empty(parameter, self._hole.expand(slot.tensor.shape))
                 parameter.__class__ = guard
         self.presence = Presence.EVICTED
         self._flat = None
@@ -103,6 +103,18 @@ class BoundUnit:
     def _move(self, expected: Presence, to: Presence) -> None:
         assert self.presence is expected, (self.unit.name, self.presence, to)
         self.presence = to
+
+
+def _empty(parameter: nn.Parameter, hole: torch.Tensor) -> None:
+    """Put `hole` in place of a parameter's data.
+
+    A recomputed segment saves a frozen parameter itself, and may still need it when all gradients
+    of its unit are complete: the graph keeps what it saved, the parameter gets another tensor.
+    """
+    if parameter.requires_grad or parameter._use_count() == 1:  # type: ignore[attr-defined]
+        parameter.data = hole
+    else:
+        torch._C._swap_tensor_impl(parameter, nn.Parameter(hole, requires_grad=False))
 
 
 def new_storage(num_elems: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

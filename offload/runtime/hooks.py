@@ -161,8 +161,11 @@ class Hooks:
             self._complete(index)
 
     def _complete(self, index: int) -> None:
-        self._keeper.take(self._residency.bound[index])
-        self._residency.evict(index)
+        bound = self._residency.bound[index]
+        self._keeper.take(bound)
+        # What is frozen in it may still be needed: it leaves for the next unit, or at the end.
+        if all(parameter.requires_grad for parameter in bound.parameters):
+            self._residency.evict(index)
         self._listener.release(index)
 
     def forward_by_layers(
