@@ -1,6 +1,7 @@
 """Settings of an engine: one frozen record, checked once.
 
-    keyword arguments  >  OFFLOAD_* variables that `offload-train` sets  >  defaults
+    keyword arguments  >  OFFLOAD_* variables that `offload-train` sets  >  a file (config=)  >
+    defaults
 
 Sizes are bytes; strings such as "16GiB" or "500MB" are accepted (GB = 10^9, GiB = 2^30).
 """
@@ -56,6 +57,7 @@ class EngineConfig:
     nvme_path: tuple[Path, ...]
     name: str | None = None
     gradient_accumulation_steps: int = 1
+    managed_gradient_accumulation: bool = True  # False: every engine.step() acts
     gradient_clipping: float = 0.0  # 0: no clipping
     dtype: torch.dtype = torch.bfloat16  # what moves
     compute_dtype: torch.dtype | None = None  # what computes
@@ -76,6 +78,10 @@ class EngineConfig:
     overlap: str = "auto"  # speculate: update during backward; hold: at step(); auto: as it pays
     device: torch.device | None = None
     param_persistence_threshold: int = 100_000
+    # In elements, as DeepSpeed's stage3_ settings; None: as the budgets allow.
+    max_live_parameters: int | None = None  # of units on the device at a time
+    prefetch_bucket_size: int | None = None  # fetched ahead of their use; 0: nothing is
+    max_reuse_distance: int | None = None  # a unit that is used again within it stays
     read_only: bool = False  # evaluate what a store or a checkpoint holds, beside its owner
     resume: bool | str | None = (
         None  # True: resume; False: start fresh; "auto"; None: refuse to touch a store that exists
@@ -83,6 +89,8 @@ class EngineConfig:
     update_threads: int | None = None  # None: what this process may use (offload/threads.py)
     update_cpus: tuple[int, ...] = ()  # processors that the update is pinned to; empty: none
     aio_backend: str = "auto"
+    aio_block_bytes: int | None = None  # None: the profile's, else 1 MiB
+    aio_queue_depth: int | None = None  # blocks in flight each way on each drive; None: likewise
     profile: tuple[Path, ...] = ()  # of the drives; empty: what lies in nvme_path
     metrics_path: Path | None = None  # the account of each step, one JSON object a line
     timeline_path: Path | None = None  # in the Chrome trace format
@@ -186,11 +194,12 @@ def _from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
 
 def make_config(
     settings: Mapping[str, Any], environment: Mapping[str, str] = os.environ, *,
-    beside: Iterable[str] = (),
+    beside: Iterable[str] = (), under: Mapping[str, Any] | None = None,
 ) -> EngineConfig:  # fmt: skip
-    """Merge `settings` over the environment and check everything; raises ConfigError.
+    """Merge `settings` over the environment over `under`, a file's, and check everything.
 
-    `beside`: names of options that others take: what a misspelt one may have meant.
+    `beside`: names of options that others take: what a misspelt one may have meant.  Raises
+    ConfigError.
     """
     own = [field.name for field in fields(EngineConfig)]
     known = [*own, *beside]
@@ -199,7 +208,7 @@ def make_config(
             near = difflib.get_close_matches(key, known, n=1)
             hint = f" Did you mean {near[0]!r}?" if near else f" Known: {', '.join(known)}."
             raise ConfigError(f"OffloadEngine got an unknown option {key!r}.{hint}")
-    merged = _from_environment(environment)
+    merged = {**(under or {}), **_from_environment(environment)}
     merged.update({key: value for key, value in settings.items() if value is not None})
     for key in ("host_memory", "device_memory"):
         if key in merged:
@@ -287,10 +296,16 @@ def _check_numbers(config: EngineConfig) -> None:
     least = {"gradient_clipping": 0.0, "param_persistence_threshold": 0,
              "gradient_accumulation_steps": 1, "update_threads": 1, "steps_per_print": 1,
              "loss_scale": 0.0, "initial_scale_power": 0, "loss_scale_window": 1,
-             "hysteresis": 1, "min_loss_scale": 2.0**-24}  # fmt: skip
+             "hysteresis": 1, "min_loss_scale": 2.0**-24, "max_live_parameters": 0,
+             "prefetch_bucket_size": 0, "max_reuse_distance": 0, "aio_block_bytes": 4096,
+             "aio_queue_depth": 1}  # fmt: skip
     for key, bound in least.items():
         value = getattr(config, key)
         if value is not None and not (math.isfinite(value) and value >= bound):
             raise ConfigError(f"{key}: expected a finite number >= {bound}, got {value}.")
+    if config.aio_block_bytes is not None and config.aio_block_bytes % 4096:
+        raise ConfigError(
+            f"aio_block_bytes: expected a multiple of 4096, got {config.aio_block_bytes}."
+        )
     if config.resume not in (None, True, False, "auto"):
         raise ConfigError(f'resume: expected True, False, "auto" or None, got {config.resume!r}.')

@@ -19,6 +19,7 @@ import click
 
 from offload.cli import shell
 from offload.config import ORDERS, PLACES, STATE_DTYPES
+from offload.deepspeed_config.recipe import recipe_of
 from offload.errors import BudgetError, ConfigError, StoreError
 
 NAME = "offload-train"
@@ -40,8 +41,16 @@ class Job:
     callback=shell.folders,
     metavar="DIR",
     multiple=True,
-    required=True,
     help="Folder on a local drive for the model's state; repeat it for several drives.",
+)
+@click.option(
+    "--config",
+    "--deepspeed_config",
+    "--deepspeed-config",
+    "config",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="A DeepSpeed configuration file for the script's engine; --nvme wins over its paths.",
 )
 @click.option(
     "--host-memory",
@@ -108,6 +117,7 @@ def command(
     *,
     folders: Sequence[Path],
     profiles: Sequence[Path],
+    config: Path | None,
     script: Path,
     arguments: tuple[str, ...],
     **settings: str | int | Path | None,
@@ -117,6 +127,8 @@ def command(
         raise click.BadParameter(
             f"{script}: expected a Python file, got nothing there.", param_hint="SCRIPT"
         )
+    if not folders and config is None:
+        raise click.MissingParameter(param_type="option", param_hint="'--nvme'")
     check_separators({"--nvme": folders, "--profile": profiles})
     names = {
         "host_memory": "OFFLOAD_HOST_MEMORY",
@@ -135,10 +147,26 @@ def command(
         for key, value in settings.items()
         if value is not None
     }
-    environment["OFFLOAD_NVME"] = os.pathsep.join(str(folder.resolve()) for folder in folders)
+    if config is not None:
+        environment["OFFLOAD_CONFIG"] = str(check_config(config).resolve())
+    if folders:
+        environment["OFFLOAD_NVME"] = os.pathsep.join(str(folder.resolve()) for folder in folders)
     if profiles:
         environment["OFFLOAD_PROFILE"] = os.pathsep.join(str(file.resolve()) for file in profiles)
     return Job(script, arguments, environment)
+
+
+def check_config(path: Path) -> Path:
+    """Refuse what is no configuration before the script runs."""
+    if not path.is_file():
+        raise click.BadParameter(
+            f"{path}: expected a DeepSpeed file, got nothing there.", param_hint="--config"
+        )
+    try:
+        recipe_of(path)
+    except ConfigError as error:
+        raise click.BadParameter(str(error), param_hint="--config") from error
+    return path
 
 
 def check_separators(given: Mapping[str, Sequence[Path]]) -> None:

@@ -92,8 +92,17 @@ def sizes(flat: Mapping[str, Any]) -> Part:
 def drives(flat: Mapping[str, Any]) -> Part:
     """The I/O queue: bytes of a block, and blocks in flight each way on each drive."""
     part = Part()
-    if "aio.block_size" in flat:
-        part.settings["aio_block_bytes"] = flat["aio.block_size"]
-    if "aio.queue_depth" in flat:
-        part.settings["aio_queue_depth"] = flat["aio.queue_depth"]
+    for key, ours, multiple, most in (
+        ("aio.block_size", "aio_block_bytes", 4096, 1 << 30),
+        ("aio.queue_depth", "aio_queue_depth", 1, 256),
+    ):
+        value = flat.get(key)
+        if value is None:
+            continue
+        if value < 1:
+            raise ConfigError(f"config, {key}: expected at least 1, got {value}.")
+        possible = int(min(max(value // multiple, 1) * multiple, most))
+        part.settings[ours] = possible
+        if possible != value:
+            part.notes[key] = f"{key} {value}: {possible} is taken, the nearest that works"
     return part

@@ -73,14 +73,22 @@ class Blueprint:
 
     @property
     def weight_capacity(self) -> int:
-        """Bytes of the device budget for weights of units that come and go."""
+        """Bytes of the device budget for weights of units that come and go.
+
+        `max_live_parameters` bounds it, but for the largest unit and one prefetch.
+        """
         size = self.formats.compute_of
         largest = max((u.trainable_elems * size(u) for u in self.found.units), default=0)
         persistent = self.found.persistent
         fixed = 0
         if persistent:
             fixed = (persistent.num_elems + persistent.trainable_elems) * size(persistent)
-        return self.device_memory - largest - fixed
+        room = self.device_memory - largest - fixed
+        if self.config.max_live_parameters is None:
+            return room
+        whole = max((u.num_elems * size(u) for u in self.found.units), default=0)
+        live = self.config.max_live_parameters * self.compute_dtype.itemsize
+        return min(room, max(live, 2 * whole))
 
 
 def plan(model: nn.Module, config: EngineConfig, rule: Rule) -> Blueprint:

@@ -43,6 +43,7 @@ from offload.runtime.fetch import Fetcher
 from offload.runtime.gradients import GradientKeeper, KeptUnit
 from offload.runtime.guard import ParameterGuard
 from offload.runtime.hooks import Hooks
+from offload.runtime.horizon import Horizon
 from offload.runtime.persistent import PersistentState
 from offload.runtime.residency import Residency
 from offload.runtime.resident import ResidentBuffers
@@ -274,9 +275,15 @@ def _residency(ground: Ground) -> tuple[ParameterGuard, Residency]:
         chunk_elems=blueprint.placement.chunk_elems, metrics=ground.metrics,
     )  # fmt: skip
     ground.closing.callback(fetcher.discard)
+    config = blueprint.config
+    horizon = Horizon(
+        [each.unit.num_elems for each in bound],
+        prefetch_elems=config.prefetch_bucket_size, reuse_elems=config.max_reuse_distance,
+    )  # fmt: skip
     residency = Residency(
-        bound, fetcher, guard_type, weight_bytes=blueprint.weight_capacity, metrics=ground.metrics
-    )
+        bound, fetcher, guard_type, horizon=horizon, weight_bytes=blueprint.weight_capacity,
+        metrics=ground.metrics,
+    )  # fmt: skip
     guard.residency = residency
     return guard, residency
 

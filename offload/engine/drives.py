@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import aio
 from offload.config import EngineConfig
 from offload.errors import ConfigError
 from offload.metrics.bound import Rates
-from offload.profile import Profile, choose
+from offload.profile import MAX_DEPTH, Profile, choose
 
 BLOCK_BYTES = 1 << 20
 READ_DEPTH = WRITE_DEPTH = 8
@@ -33,7 +33,25 @@ class Drives:
 
 
 def plan_drives(config: EngineConfig) -> Drives:
-    """Decide from the profiles that are named or found; raises ConfigError."""
+    """Decide from the profiles that are named or found, and from what the user chose.
+
+    Raises ConfigError.
+    """
+    planned = _of_profiles(config)
+    depth = config.aio_queue_depth
+    chosen = replace(
+        planned,
+        block_bytes=config.aio_block_bytes or planned.block_bytes,
+        read_depth=depth or planned.read_depth,
+        write_depth=depth or planned.write_depth,
+    )
+    most = min(MAX_DEPTH, aio.MAX_BLOCKS_IN_FLIGHT // (2 * chosen.num_drives))
+    if depth is not None and depth > most:
+        raise ConfigError(f"aio_queue_depth: expected at most {most} blocks, got {depth}.")
+    return chosen
+
+
+def _of_profiles(config: EngineConfig) -> Drives:
     profiles = choose(config.profile, config.nvme_path)
     known = [profile for profile in profiles if profile is not None]
     if not known:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import tempfile
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -24,6 +25,7 @@ from offload.checkpoint.save import Saving
 from offload.config import EngineConfig, make_config, parse_bytes
 from offload.engine.assembly import Blueprint, plan
 from offload.engine.checkpoints import Checkpoints
+from offload.engine.configured import configure, store_folder
 from offload.engine.connect import Captures, Parts, connect, take_over
 from offload.engine.describe import describe
 from offload.engine.exporting import exportable
@@ -63,24 +65,27 @@ class OffloadEngine:
 
     def __init__(
         self, model: nn.Module | LoadedModel, *, params: Any = None, lr_scheduler: Any = None,
-        optimizer: Any = "adamw", **settings: Any,
+        optimizer: Any = None, config: Any = None, **settings: Any,
     ) -> None:  # fmt: skip
         """Take over `model`: its parameters are written to the store and leave memory.
 
         `params`: parameter groups as for torch.optim.AdamW (default: all trainable parameters).
-        `optimizer`: a name, a torch class or a new instance (see `offload/optim/README.md`).
+        `optimizer`: a name, a torch class or a new instance (see `offload/optim/README.md`);
+        default: the configuration's, else AdamW.
+        `config`: a DeepSpeed file, as path, dict or base64; other arguments win over it
+        (`offload/engine/configured.py`).  Its scheduler is stepped by the optimizer.
         `settings`: the optimizer's (lr, ...), and the fields of `offload.config.EngineConfig`.
 
         Raises ConfigError, BudgetError, StoreError before anything is allocated; nothing is left
         behind then.
         """
-        choice = choose(optimizer, params, settings)
-        config = make_config(choice.rest, beside=choice.defaults)
+        given = configure(config, optimizer, settings, lr_scheduler=lr_scheduler)
+        choice = choose(given.optimizer, params, given.settings)
+        self.config = make_config(choice.rest, beside=choice.defaults, under=given.under)
         model, places = unpack(model)
         _refuse_second(model)
-        blueprint = _decide(model, config, choice)
+        blueprint = _decide(model, self.config, choice)
         self.module = model
-        self.config = config
         self.optimizer = _make_optimizer(self, choice, blueprint.found.parameters)
         self.global_step = 0
         self.grad_norm: float | None = None
@@ -99,15 +104,14 @@ class OffloadEngine:
             places,
         )
         self._checkpoints = Checkpoints(self._parts)
-        self._close = weakref.finalize(self, _close, self._parts, os.getpid())
+        self._close = weakref.finalize(self, _close, self._parts, os.getpid(), given.scratch)
         take_over(model, self._parts)
-        self._parts.hooks.last_micro_step = config.gradient_accumulation_steps == 1
+        self._parts.hooks.last_micro_step = self.config.gradient_accumulation_steps == 1
         if self.resumed:
             resume(self)
         else:
             commit_first(self._parts.ground.ledger, encode(capture_state(self)))
-        if lr_scheduler is not None:
-            self.track(lr_scheduler=lr_scheduler)
+        given.attach(self, lr_scheduler)
         for line in self.describe().splitlines():
             _LOG.info(line)
 
@@ -120,7 +124,7 @@ class OffloadEngine:
 
         `make` builds the module where config.json does not name an architecture of transformers.
         """
-        scratch = make_config({"nvme_path": settings.get("nvme_path")}).nvme_path[0]
+        scratch = store_folder(settings)
         return cls(open_pretrained(Path(folder), scratch=scratch, make=make), **settings)
 
     # --- the three verbs
@@ -158,7 +162,9 @@ class OffloadEngine:
 
     def step(self) -> None:
         """Update the weights if this was the last micro-step of the accumulation window."""
-        if self._micro_steps >= self.config.gradient_accumulation_steps:
+        config = self.config
+        whole = self._micro_steps >= config.gradient_accumulation_steps
+        if whole or not config.managed_gradient_accumulation:
             self.optimizer.step()
             self.optimizer.zero_grad()
 
@@ -491,7 +497,9 @@ def _no_autocast_cache() -> Iterator[None]:
         torch.set_autocast_cache_enabled(before)
 
 
-def _close(parts: Parts, pid: int) -> None:
+def _close(
+    parts: Parts, pid: int, scratch: tempfile.TemporaryDirectory[str] | None
+) -> None:  # fmt: skip
     """Commit what was stepped, then release in reverse order of construction."""
     if os.getpid() != pid:  # a fork has neither the threads nor the lock
         return
@@ -502,3 +510,5 @@ def _close(parts: Parts, pid: int) -> None:
         parts.ground.ledger.abandon()
     finally:
         parts.ground.closing.close()
+        if scratch is not None:
+            scratch.cleanup()

@@ -6,7 +6,7 @@ from offload.engine.assembly import Blueprint, spill_bytes
 from offload.engine.connect import Parts
 from offload.engine.left_out import left_out
 from offload.metrics.bound import Rates
-from offload.runtime.residency import Phase
+from offload.runtime.horizon import Phase
 from offload.schedule.plan import Plan, Space, unit_plans
 from offload.schedule.presence import device_peak_bytes
 from offload.schedule.traffic import Layout, Uses, step_traffic

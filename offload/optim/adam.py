@@ -22,6 +22,7 @@ class AdamRule:
     """Which Adam: weight decay taken from the weight (`decoupled`) or added to the gradient."""
 
     decoupled: bool
+    corrected: bool = True  # divide the moments by 1 - beta^step
 
     @property
     def name(self) -> str:
@@ -52,7 +53,7 @@ class AdamRule:
 
     def row(self, group: Group, *, step: int, grad_scale: float) -> Any:
         beta1, beta2 = group["betas"]
-        return adam_row(
+        row = adam_row(
             float(group["lr"]),
             (float(beta1), float(beta2)),
             float(group["eps"]),
@@ -61,3 +62,6 @@ class AdamRule:
             decoupled=bool(group.get("decoupled_weight_decay", self.decoupled)),
             grad_scale=grad_scale,
         )
+        if not self.corrected:
+            row["step_size"], row["inv_sqrt_bias2"] = float(group["lr"]), 1.0
+        return row

@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 from offload.runtime.binding import BoundUnit
-from offload.runtime.residency import Phase, Residency
+from offload.runtime.horizon import Phase
+from offload.runtime.residency import Residency
 
 
 class ParameterGuard:

@@ -26,8 +26,9 @@ from torch.utils._pytree import tree_iter
 from offload.runtime.binding import BoundUnit
 from offload.runtime.completion import Arrivals
 from offload.runtime.gradients import GradientKeeper
+from offload.runtime.horizon import Phase
 from offload.runtime.layer_major import LayerMajor
-from offload.runtime.residency import Phase, Residency
+from offload.runtime.residency import Residency
 from offload.runtime.saved import SavedViews
 
 

@@ -11,7 +11,6 @@ what the next uses are; the bytes on the device never exceed what the budget lea
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Sequence
 
 from offload.errors import BudgetError
@@ -19,18 +18,7 @@ from offload.metrics import Metrics
 from offload.runtime.binding import BoundUnit, Presence
 from offload.runtime.evicted import EvictedParameter
 from offload.runtime.fetch import Fetcher
-from offload.schedule.trace import Trace
-
-PREFETCH_UNITS = 2
-
-
-class Phase(enum.Enum):
-    """What the model is doing."""
-
-    IDLE = "no forward or backward is running; evicted parameters refuse to be read"
-    FORWARD = "forward with gradients: units leave when their module ends"
-    EVAL = "forward without gradients"
-    BACKWARD = "units leave when their gradients are complete"
+from offload.runtime.horizon import Horizon, Phase
 
 
 class Residency:
@@ -38,7 +26,7 @@ class Residency:
 
     def __init__(
         self, bound: Sequence[BoundUnit], fetcher: Fetcher, guard: type[EvictedParameter], *,
-        weight_bytes: int, metrics: Metrics,
+        horizon: Horizon, weight_bytes: int, metrics: Metrics,
     ) -> None:  # fmt: skip
         self.bound = bound
         self.by_layers: bool | None = None  # the last forward for training; None: there was none
@@ -51,19 +39,14 @@ class Residency:
         self.present: dict[int, BoundUnit] = {}  # by the identity of their storage
         self._uses = [0] * len(bound)
         self._recent: list[int] = []  # present units, least recently used first
-        order = list(range(len(bound)))
-        self._traces = {
-            Phase.FORWARD: Trace(order),
-            Phase.EVAL: Trace(order),
-            Phase.BACKWARD: Trace(order[::-1]),
-        }
+        self._horizon = horizon
 
     def begin(self, phase: Phase) -> None:
         """Enter a phase."""
         self.phase = phase
         self._metrics.enter("outside" if phase is Phase.IDLE else phase.name.lower())
         if phase is not Phase.IDLE:
-            self._traces[phase].begin()
+            self._horizon[phase].begin()
             self._fetcher.phase = "backward" if phase is Phase.BACKWARD else "forward"
             self.look_ahead(phase)
 
@@ -76,14 +59,18 @@ class Residency:
         """End a use; in forward an unused unit leaves, but the last one stays to turn around."""
         self._uses[index] -= 1
         if self.phase in (Phase.FORWARD, Phase.EVAL) and not self._uses[index]:
-            turning = self.phase is Phase.FORWARD and self._traces[self.phase].order[-1:] == [index]
-            if not (turning and not self._traces[self.phase].upcoming(1)):
+            turning = self.phase is Phase.FORWARD and self._horizon[self.phase].order[-1:] == [
+                index
+            ]
+            if turning and not self._horizon[self.phase].upcoming(1):
+                return
+            if not self._horizon.stays(self.phase, index):
                 self.evict(index)
 
     def ensure(self, index: int) -> None:
         """Make a unit present."""
         bound = self.bound[index]
-        moved = self.phase is not Phase.IDLE and self._traces[self.phase].use(index)
+        moved = self.phase is not Phase.IDLE and self._horizon[self.phase].use(index)
         if bound.presence is Presence.PRESENT:
             self._touch(index)
         else:
@@ -132,18 +119,18 @@ class Residency:
 
     def look_ahead(self, phase: Phase) -> None:
         """Prefetch what `phase` uses next."""
-        for index in self._traces[phase].upcoming(PREFETCH_UNITS):
+        for index in self._horizon.ahead(phase):
             if self.bound[index].presence is Presence.EVICTED:
                 self._fetcher.prefetch(self.bound[index].unit)
 
     def last_in_forward(self) -> int | None:
         """The unit with which forward ends and backward begins."""
-        order = self._traces[Phase.FORWARD].order
+        order = self._horizon[Phase.FORWARD].order
         return order[-1] if order else None
 
     def order(self, phase: Phase = Phase.FORWARD) -> list[int]:
         """Units by their next use in training."""
-        return self._traces[phase].order
+        return self._horizon[phase].order
 
     def _touch(self, index: int) -> None:
         self._recent.remove(index)
