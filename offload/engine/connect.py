@@ -44,6 +44,8 @@ from offload.runtime.gradients import GradientKeeper, KeptUnit
 from offload.runtime.guard import ParameterGuard
 from offload.runtime.hooks import Hooks
 from offload.runtime.horizon import Horizon
+from offload.runtime.idle import IdleGradients
+from offload.runtime.lent import LentGradients
 from offload.runtime.persistent import PersistentState
 from offload.runtime.residency import Residency
 from offload.runtime.resident import ResidentBuffers
@@ -87,6 +89,7 @@ class Parts:
 
     ground: Ground
     keeper: GradientKeeper
+    lent: LentGradients
     residency: Residency
     guard: ParameterGuard
     hooks: Hooks
@@ -170,25 +173,32 @@ def _build(ground: Ground, captures: Captures) -> Parts:
     keeper = _keeper(ground)
     ground.closing.callback(keeper.close)
     scale = LossScale(blueprint.config)
-    stepper, speculator, counts = _optimization(ground, captures, residency, keeper, scale)
+    lent = _lent(ground, guard, residency, keeper, scale=scale)
+    stepper, speculator, counts = _optimization(ground, captures, residency, lent, scale)
     keeper.before_take = speculator.before_take
-    guard.kept = lambda unit, name: name in keeper[unit].has_grad
+    persistent = ground.persistent.bound if ground.persistent else None
+    small = [persistent] if persistent else []
+    idle = IdleGradients(
+        guard, lambda: lent.has_gradients, lambda: [*residency.present.values(), *small]
+    )
+    residency.before_phase = idle.follow
+    ground.closing.callback(idle.hide)
     hooks = Hooks(
         blueprint.model, blueprint.found.hooks, residency, keeper,
-        persistent=ground.persistent.bound if ground.persistent else None,
+        persistent=persistent,
         before_forward=ground.ledger.engine_called, listener=speculator,
     )  # fmt: skip
     ground.closing.callback(hooks.close)
     units = {unit.index: unit for unit in blueprint.units}
     reader = Reader(ground.queue, ground.ledger, units, ground.persistent)
     editor = Editor(
-        residency, ground.ledger, reader, ground.queue, ground.persistent,
+        residency, ground.ledger, reader, ground.queue, ground.persistent, idle=idle,
         resident=ground.resident, chunk_elems=blueprint.placement.chunk_elems,
         capture=captures.state, stop_updates=speculator.discard,
     )  # fmt: skip
     names = {id(parameter): name for name, parameter in blueprint.found.parameters.items()}
     return Parts(
-        ground, keeper, residency, guard, hooks, stepper, speculator, counts, scale, reader,
+        ground, keeper, lent, residency, guard, hooks, stepper, speculator, counts, scale, reader,
         editor, names,
     )  # fmt: skip
 
@@ -197,11 +207,11 @@ def _optimization(
     ground: Ground,
     captures: Captures,
     residency: Residency,
-    keeper: GradientKeeper,
+    lent: LentGradients,
     scale: LossScale,
 ) -> tuple[Stepper, Speculator, Progress]:
     blueprint, placement = ground.blueprint, ground.blueprint.placement
-    config = blueprint.config
+    config, keeper = blueprint.config, lent.keeper
     pipeline = blueprint.threads.apart(lambda: _pipeline(ground))
     ground.closing.callback(pipeline.close)
     builder = UpdateBuilder(
@@ -213,7 +223,7 @@ def _optimization(
     stepper = Stepper(
         units, blueprint.found.persistent, names=list(blueprint.found.parameters),
         max_norm=config.gradient_clipping, groups=captures.groups, ledger=ground.ledger,
-        keeper=keeper, builder=builder, counts=counts, scale=scale, metrics=ground.metrics,
+        lent=lent, builder=builder, counts=counts, scale=scale, metrics=ground.metrics,
     )  # fmt: skip
     speculator = Speculator(
         config.overlap, {unit.index: unit for unit in units}, builder, ground.ledger, keeper,
@@ -265,7 +275,7 @@ def _load(ground: Ground, places: Mapping[str, FilePlace]) -> None:
 def _residency(ground: Ground) -> tuple[ParameterGuard, Residency]:
     blueprint = ground.blueprint
     bound = [_bind(blueprint, unit) for unit in blueprint.found.units]
-    guard = ParameterGuard(bound)
+    guard = ParameterGuard([*bound, *([ground.persistent.bound] if ground.persistent else [])])
     guard_type = guard_class(guard)
     for unit in bound:  # their values are in the store now; this frees the model's own memory
         unit.evict(guard_type)
@@ -312,6 +322,17 @@ def _keeper(ground: Ground) -> GradientKeeper:
         kept, device=ground.device, spiller=spiller,
         wait=ground.ledger.wait, scratch=ground.store.scratch,
     )  # fmt: skip
+
+
+def _lent(
+    ground: Ground, guard: ParameterGuard, residency: Residency, keeper: GradientKeeper, *,
+    scale: LossScale,
+) -> LentGradients:  # fmt: skip
+    bound = [*residency.bound, *([ground.persistent.bound] if ground.persistent else [])]
+    guard.lent = lent = LentGradients(keeper, bound, scale=lambda: scale.factor)
+    ground.closing.callback(guard.close)
+    keeper.take_back = lent.take_back
+    return lent
 
 
 def take_over(model: nn.Module, parts: Parts) -> None:

@@ -28,6 +28,7 @@ from offload.partition.chunk import Chunk, chunks_of
 from offload.partition.states import MOMENTS
 from offload.partition.unit import STORE_ALIGN_BYTES, Role, Unit, round_up
 from offload.runtime.binding import BoundUnit
+from offload.runtime.idle import IdleGradients
 from offload.runtime.persistent import PersistentState
 from offload.runtime.residency import Residency
 from offload.runtime.resident import ResidentBuffers
@@ -39,7 +40,7 @@ class Editor:
     def __init__(
         self, residency: Residency, ledger: Ledger, reader: Reader, queue: aio.Queue,
         persistent: PersistentState | None, *,
-        resident: ResidentBuffers, chunk_elems: int,
+        idle: IdleGradients, resident: ResidentBuffers, chunk_elems: int,
         capture: Callable[[], Mapping[str, Any]], stop_updates: Callable[[], None],
     ) -> None:  # fmt: skip
         self._residency = residency
@@ -47,6 +48,7 @@ class Editor:
         self._reader = reader
         self._queue = queue
         self._persistent = persistent
+        self._idle = idle
         self._resident = resident
         self._chunk_elems = chunk_elems
         self._capture = capture
@@ -63,6 +65,7 @@ class Editor:
                 if not self._is_persistent(unit):
                     self._residency.use(unit.unit.index)
                     held.append(unit.unit.index)
+            self._idle.show()
             yield
             changed = [unit for unit in bound if self._changed(unit)]
             if changed:

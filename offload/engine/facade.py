@@ -53,7 +53,7 @@ from offload.metrics import Metrics
 from offload.optim.choice import Choice, choose
 from offload.optim.loss_scale import LossScale
 from offload.optim.optimizer import OffloadOptimizer
-from offload.runtime.hooks import is_hooked
+from offload.runtime.hooks import is_hooked, recover
 from offload.runtime.source import LoadedModel, unpack
 from offload.schedule.plan import Plan
 
@@ -198,9 +198,11 @@ class OffloadEngine:
             return optimizer_state(self._parts, name, state)
 
     def kept_grad(self, parameter: nn.Parameter | str) -> torch.Tensor | None:
-        """A HOST copy of the gradient kept for this step, unscaled; None if there is none yet."""
-        kept = self._parts.keeper.copy_of(_name(self, parameter))
-        return None if kept is None else self._parts.scale.unscale(kept)
+        """A HOST copy of the gradient of this step, unscaled; None if there is none yet.
+
+        `p.grad` is the same gradient, to edit: it stays in host memory until the step has ended.
+        """
+        return self._parts.lent.copy_of(_name(self, parameter))
 
     @contextlib.contextmanager
     def gathered(self, parameters: Any = None) -> Iterator[None]:
@@ -272,7 +274,7 @@ class OffloadEngine:
         """
         self._check_open()
         _check_writable(self)
-        if self._parts.keeper.has_gradients:
+        if self._parts.lent.has_gradients:
             _LOG.warning("save_checkpoint: gradients since the last step are not saved.")
         return self._checkpoints.save(
             Path(directory), tag or f"global_step{self.global_step}", capture_state(self),
@@ -374,6 +376,7 @@ class _EngineStepper:
         _check_writable(engine)
         parts = engine._parts
         engine._checkpoints.saver.poll()
+        recover(parts.hooks)
         parts.residency.discard_prefetches()
         parts.residency.evict_unused()
 
@@ -394,11 +397,12 @@ class _EngineStepper:
             )  # fmt: skip
         parts.ground.metrics.close_step(engine.global_step)
 
-    def zero_grad(self) -> None:
+    def zero_grad(self, *, set_to_none: bool) -> None:
         engine = _alive(self._engine)
         engine._micro_steps = 0
+        recover(engine._parts.hooks)  # or the next forward would take what is dropped here
         engine._parts.speculator.discard()
-        engine._parts.keeper.clear()
+        engine._parts.lent.clear(zeros=not set_to_none)
         engine._parts.scale.forget()
 
 

@@ -62,6 +62,7 @@ class History:
     def __init__(self) -> None:
         self.kept_elems = 0
         self.redone_elems = 0
+        self.voided = 0  # elements of this step's that later or edited gradients have made void
         self._shares: deque[float] = deque(maxlen=RECENT_STEPS)
 
     def add(self, staked: int, lost: int, *, clipped: bool) -> None:
@@ -69,6 +70,11 @@ class History:
         self._shares.append(lost / staked if staked else float(clipped))
         self.kept_elems += staked - lost
         self.redone_elems += lost
+
+    def take_voided(self) -> int:
+        """End a step's count."""
+        voided, self.voided = self.voided, 0
+        return voided
 
     def often_redone(self) -> bool:
         return sum(self._shares) > MOST_REDONE * RECENT_STEPS
@@ -101,7 +107,8 @@ class Speculator:
 
     def begin_backward(self) -> None:
         """The last backward of a step begins: decide whether to speculate in it."""
-        self.discard()
+        self.history.voided += sum(self._units[unit].trainable_elems for unit in self._bets)
+        self._drop_all()
         if self._mode == "speculate" or (self._mode == "auto" and not self.history.often_redone()):
             self._ledger.finish()  # the spare sides are free once the last commit is there
             self._loans.open = True
@@ -142,6 +149,7 @@ class Speculator:
         """More gradients are about to come: an update that read the kept ones is void."""
         bet = self._bets.get(unit)
         if bet is not None and bet.takes is not None:
+            self.history.voided += self._units[unit].trainable_elems
             self._drop(unit)
 
     def settle(self, rows: Rows | None, *, clipped: bool) -> dict[int, Made]:
@@ -149,7 +157,7 @@ class Speculator:
         self._loans.open = False
         self._release_settled()  # step() has waited for spilled gradients
         kept: dict[int, Made] = {}
-        staked = lost = 0
+        staked = lost = self.history.take_voided()
         for unit, bet in list(self._bets.items()):
             true = rows.of(self._units[unit]) if rows is not None else {}
             staked += self._units[unit].trainable_elems
@@ -167,7 +175,11 @@ class Speculator:
         return kept
 
     def discard(self) -> None:
-        """Drop every bet."""
+        """Drop every bet: there will be no step."""
+        self.history.take_voided()
+        self._drop_all()
+
+    def _drop_all(self) -> None:
         self._loans.open = False
         for unit in list(self._bets):
             self._drop(unit)

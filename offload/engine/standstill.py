@@ -14,7 +14,7 @@ def stop(parts: Parts) -> None:
     parts.ground.ledger.finish()
     parts.hooks.abort()
     parts.speculator.discard()
-    parts.keeper.clear()
+    parts.lent.clear()
     parts.residency.discard_prefetches()
     parts.residency.evict_unused()
 

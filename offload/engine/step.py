@@ -23,7 +23,7 @@ from offload.metrics import Metrics
 from offload.optim.loss_scale import LossScale
 from offload.optim.rules import Progress
 from offload.partition.unit import Unit
-from offload.runtime.gradients import GradientKeeper
+from offload.runtime.lent import LentGradients
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Stepper:
     def __init__(
         self, units: Sequence[Unit], persistent: Unit | None, *,
         names: Sequence[str], max_norm: float, groups: Groups, ledger: Ledger,
-        keeper: GradientKeeper, builder: UpdateBuilder, counts: Progress, scale: LossScale,
+        lent: LentGradients, builder: UpdateBuilder, counts: Progress, scale: LossScale,
         metrics: Metrics,
     ) -> None:  # fmt: skip
         """`names`: named_parameters() order, that of the norm.  `max_norm`: 0 for no clipping."""
@@ -66,13 +66,13 @@ class Stepper:
         self.max_norm = max_norm  # of the coming step
         self._groups = groups
         self._ledger = ledger
-        self._keeper = keeper
+        self._lent = lent
         self._builder = builder
         self._counts = counts
         self._scale = scale
         self._metrics = metrics
         self._norm_index = {
-            slot.tensor.name: keeper[unit.index].index_of[slot.tensor.name]
+            slot.tensor.name: lent.keeper[unit.index].index_of[slot.tensor.name]
             for unit in self._units
             for slot in unit.slots
         }
@@ -89,7 +89,8 @@ class Stepper:
         `order`: units by next use.  `capture()`: the engine's state for the commit.
         """
         self._ledger.finish()
-        self._keeper.settle()
+        self._lent.take_all_back()
+        self._lent.keeper.settle()
         with_grad = self._with_grad()
         if with_grad:
             self._scale.check_applied()
@@ -111,14 +112,15 @@ class Stepper:
 
     def kept_norm(self) -> float:
         """The norm that step() would find now; waits for gradients on their way to disk."""
-        self._keeper.settle()
+        self._lent.take_all_back()
+        self._lent.keeper.settle()
         return self._norm(self._with_grad())[0]
 
     def _with_grad(self) -> set[str]:
-        return set().union(*(self._keeper[unit.index].has_grad for unit in self._units))
+        return set().union(*(self._lent.keeper[unit.index].has_grad for unit in self._units))
 
     def _clear(self) -> None:
-        self._keeper.clear()
+        self._lent.end_step()
         self._scale.forget()
 
     def _rows(self, names: set[str], factor: float) -> Rows:
@@ -126,7 +128,7 @@ class Stepper:
 
     def _norm(self, with_grad: set[str]) -> tuple[float, bool]:
         """Global norm, unscaled, in named_parameters() order; whether all gradients are finite."""
-        table = self._keeper.norm
+        table = self._lent.keeper.norm
         indices = [self._norm_index[name] for name in self._names if name in with_grad]
         norm = math.sqrt(sum(table.value(index) for index in indices))
         return norm / self._scale.value, not any(table.nonfinite(index) for index in indices)

@@ -48,9 +48,10 @@ class LossScale:
             scaled.register_hook(self._note)
         return scaled
 
-    def unscale(self, grad: torch.Tensor) -> torch.Tensor:
-        """A kept gradient as the model's own, in fp32; without fp16 it is `grad`."""
-        return grad.float() / self.value if self.enabled else grad
+    @property
+    def factor(self) -> float | None:
+        """What kept gradients are multiplied by; None without fp16."""
+        return self.value if self.enabled else None
 
     def _note(self, grad: torch.Tensor) -> None:
         self._applied = True

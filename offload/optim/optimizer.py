@@ -24,7 +24,7 @@ class Stepper(Protocol):
 
     def step(self) -> None: ...
 
-    def zero_grad(self) -> None: ...
+    def zero_grad(self, *, set_to_none: bool) -> None: ...
 
 
 class OffloadOptimizer(torch.optim.Optimizer):
@@ -78,8 +78,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the kept gradients, whatever `set_to_none` says: nothing could read a zero."""
-        self._stepper.zero_grad()
+        """Forget the gradients; with False those that there were are zero, and so are updated."""
+        self._stepper.zero_grad(set_to_none=set_to_none)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take `param_groups`; moments belong to the engine's store."""
@@ -95,6 +95,15 @@ class OffloadOptimizer(torch.optim.Optimizer):
         for group, loaded in zip(groups, self.param_groups, strict=True):
             group.update(loaded)
         self.param_groups = groups
+
+    @property
+    def _step_supports_amp_scaling(self) -> NoReturn:
+        """`torch.amp.GradScaler` asks this before its step; it has unscaled nothing that counts."""
+        raise StateError(
+            "GradScaler: expected a disabled one with this optimizer, whose engine has a loss scale"
+            " of its own, got an enabled one. Use GradScaler(enabled=False); with dtype=float16"
+            " call engine.backward(loss), or engine.scale(loss).backward()."
+        )
 
     def __getstate__(self) -> NoReturn:
         raise StateError(

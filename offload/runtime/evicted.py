@@ -1,9 +1,11 @@
-"""What a parameter is while its data is not on the device.
+"""What a parameter is while its data is not on the device, and while nothing runs.
 
     present: nn.Parameter  <--- class swapped in place --->  evicted: EvictedParameter
+                           <--- between backward and step --->  IdleParameter, on the device
 
 An evicted parameter answers questions about itself (shape, dtype, requires_grad ...), is fetched
-when a model uses it during forward or backward, and otherwise refuses with a clear error.
+when a model uses it during forward or backward, and otherwise refuses with a clear error.  Both
+classes answer for the gradient that the engine keeps.
 """
 
 from __future__ import annotations
@@ -27,8 +29,12 @@ class Guard(Protocol):
         """Bring the parameter to the device if the model is running; False: it is not."""
         ...
 
-    def keeps_gradient(self, parameter: nn.Parameter) -> bool:
-        """True when a gradient of this step was taken from the parameter."""
+    def gradient(self, parameter: nn.Parameter) -> torch.Tensor | None:
+        """The gradient of this step, in HOST memory; edits of it are honoured."""
+        ...
+
+    def assign_gradient(self, parameter: nn.Parameter, value: torch.Tensor | None) -> None:
+        """Replace it, or forget it."""
         ...
 
     @property
@@ -72,10 +78,41 @@ def gradient_of(parameter: nn.Parameter) -> torch.Tensor | None:
     return found
 
 
-class EvictedParameter(nn.Parameter):
-    """A parameter whose data is in the store.  Each engine has a subclass with its guard."""
+def set_gradient(parameter: nn.Parameter, grad: torch.Tensor | None) -> None:
+    """Give a parameter, evicted or not, the gradient that autograd sees."""
+    with torch._C.DisableTorchFunctionSubclass():
+        _GRAD.__set__(parameter, grad)
+
+
+class _Kept(nn.Parameter):
+    """A parameter whose gradient the engine keeps, so that it is not torch's attribute."""
 
     _guard: Guard
+
+    @property
+    def grad(self) -> torch.Tensor | None:
+        """The gradient of this step, in HOST memory and in the form in which it is kept."""
+        found = gradient_of(self)
+        return self._guard.gradient(self) if found is None else found
+
+    @grad.setter
+    def grad(self, value: torch.Tensor | None) -> None:
+        set_gradient(self, None)
+        self._guard.assign_gradient(self, value)
+
+    @grad.deleter
+    def grad(self) -> None:
+        self.grad = None
+
+
+class IdleParameter(_Kept):
+    """A parameter on the device while neither forward nor backward runs."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+
+class EvictedParameter(_Kept):
+    """A parameter whose data is in the store.  Each engine has a subclass with its guard."""
 
     @classmethod
     def __torch_function__(
@@ -105,23 +142,6 @@ class EvictedParameter(nn.Parameter):
         name = self._guard.name_of(self)
         return f"EvictedParameter({name!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
 
-    @property
-    def grad(self) -> torch.Tensor | None:
-        """None before backward; once the engine keeps the gradient, reading it here is refused."""
-        found = gradient_of(self)
-        if found is None and self._guard.keeps_gradient(self):
-            raise StateError(
-                f"gradient of parameter {self._guard.name_of(self)!r}: the engine keeps it until"
-                " step(). Read a copy with engine.kept_grad(parameter); to clip, set"
-                " gradient_clipping, since clip_grad_norm_ would find nothing."
-            )
-        return found
-
-    @grad.setter
-    def grad(self, value: torch.Tensor | None) -> None:
-        with torch._C.DisableTorchFunctionSubclass():
-            _GRAD.__set__(self, value)
-
     def __deepcopy__(self, memo: Any) -> NoReturn:
         raise StateError(
             f"copy.deepcopy of {self._guard.name_of(self)!r}: its data lives in the store."
@@ -146,3 +166,8 @@ def _refuse(parameter: EvictedParameter, operation: str) -> NoReturn:
 def guard_class(guard: Guard) -> type[EvictedParameter]:
     """The class that an engine swaps its parameters to."""
     return type("EvictedParameter", (EvictedParameter,), {"_guard": guard})
+
+
+def idle_class(guard: Guard) -> type[IdleParameter]:
+    """The class of parameters that are present while nothing runs."""
+    return type("IdleParameter", (IdleParameter,), {"_guard": guard})

@@ -11,8 +11,9 @@ role.  The norm of each tensor is accumulated over what is kept, in the pass tha
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
@@ -24,7 +25,7 @@ from offload.partition.chunk import Chunk, Segment, chunks_of, segments_of
 from offload.partition.unit import STORE_ALIGN_BYTES, Slot, Unit, round_up
 from offload.runtime.binding import BoundUnit
 from offload.runtime.device import Device
-from offload.runtime.evicted import gradient_of
+from offload.runtime.evicted import gradient_of, set_gradient
 from offload.runtime.spill import Spiller, SpillFile
 
 _LOG = logging.getLogger(__name__)
@@ -66,6 +67,7 @@ class GradientKeeper:
         self._wait = wait
         self._scratch = scratch
         self.before_take: Callable[[int], None] = lambda unit: None  # an update may be reading
+        self.take_back: Callable[[int], None] = lambda unit: None  # what was lent and edited
         self.norm = kernels.Norm(sum(len(unit.unit.slots) for unit in kept))
 
     def __getitem__(self, unit: int) -> KeptUnit:
@@ -82,31 +84,31 @@ class GradientKeeper:
                 grads[slot.tensor.name] = self._device.to_host(grad)
         if not grads:
             return
-        self.before_take(bound.unit.index)
-        self._wait(bound.unit.index)
-        if kept.dtype is not torch.float32 and kept.has_grad & grads.keys():
-            self._widen(kept)
-        if kept.region is not None:
-            self._take_in_memory(kept, kept.region, grads)
-        elif kept.spill is not None:
-            self._take_spilled(kept, kept.spill, grads)
-        kept.has_grad.update(grads)
-        kept.takes += 1
+        self.take_back(bound.unit.index)
+        self._keep(kept, grads, round_to=kept.round_to)
         for parameter in bound.parameters:
-            parameter.grad = None
+            set_gradient(parameter, None)
+
+    def replace(self, unit: int, grads: Mapping[str, torch.Tensor]) -> None:
+        """Keep `grads`, (n,) HOST in the kept form, instead of what is kept for their tensors."""
+        kept = self._kept[unit]
+        for name in grads:
+            self.forget(unit, name)
+        if grads:
+            self._keep(kept, grads, round_to=kept.dtype)
+
+    def forget(self, unit: int, name: str) -> None:
+        """Make a tensor one without a gradient in this step."""
+        kept = self._kept[unit]
+        if name in kept.has_grad:
+            self.before_take(unit)
+            kept.has_grad.remove(name)
+            kept.takes += 1
 
     @property
     def has_gradients(self) -> bool:
         """True when something is kept for the coming step."""
         return any(kept.has_grad for kept in self._kept.values())
-
-    def copy_of(self, name: str) -> torch.Tensor | None:
-        """A HOST copy of a tensor's kept gradient, in its shape and the kept format; None: none."""
-        for kept in self._kept.values():
-            for slot in kept.unit.slots:
-                if slot.tensor.name == name and name in kept.has_grad:
-                    return self._read(kept, slot).view(slot.tensor.shape)
-        return None
 
     def settled(self, unit: int) -> bool:
         """True when a unit's kept gradients can be read where they are; never waits."""
@@ -129,12 +131,33 @@ class GradientKeeper:
         """Wait for what is in flight, whatever its outcome."""
         self._spiller.close()
 
-    def _read(self, kept: KeptUnit, slot: Slot) -> torch.Tensor:
+    def read(self, unit: int, slot: Slot) -> torch.Tensor:
+        """A HOST copy, (n,) in the kept form, of a gradient that the unit's tensor has."""
+        kept = self._kept[unit]
         if kept.spill is not None:
             return self._spiller.read(kept.spill, slot.start, slot.stop)
         assert kept.region is not None
         flat = kept.region.tensor(kept.dtype, kept.unit.trainable_elems)
         return flat[slot.start : slot.stop].clone()
+
+    def _keep(
+        self, kept: KeptUnit, grads: Mapping[str, torch.Tensor], *, round_to: torch.dtype
+    ) -> None:  # fmt: skip
+        """Add to what is kept, or begin it."""
+        self.before_take(kept.unit.index)
+        self._wait(kept.unit.index)
+        if kept.dtype is not torch.float32 and kept.has_grad & grads.keys():
+            self._widen(kept)
+        take = partial(self._take_segment, kept, grads, round_to)
+        if kept.region is not None:
+            flat = kept.region.tensor(kept.dtype, kept.unit.trainable_elems)
+            for segment in segments_of(kept.unit, Chunk(0, 0, kept.unit.trainable_elems)):
+                if segment.slot.tensor.name in grads:
+                    take(segment, flat)
+        elif kept.spill is not None:
+            self._take_spilled(kept, kept.spill, grads, take)
+        kept.has_grad.update(grads)
+        kept.takes += 1
 
     def _widen(self, kept: KeptUnit) -> None:
         """A second contribution came to gradients kept in 16 bits: go on with fp32 sums.
@@ -143,7 +166,9 @@ class GradientKeeper:
         gradient_accumulation_steps set, room is planned from the start.
         """
         _LOG.info("unit %r: several micro-steps in one step, sums go to disk.", kept.unit.name)
-        wide = SpillFile(kept.unit, self._widened_file(kept), torch.float32)
+        num_bytes = round_up(kept.unit.trainable_elems * 4, STORE_ALIGN_BYTES)
+        file = self._scratch(f"grad-sum-{kept.unit.index}", num_bytes)
+        wide = SpillFile(kept.unit, file, torch.float32)
         for chunk in chunks_of(kept.unit.trainable_elems, self._spiller.chunk_elems):
             if kept.spill is not None:
                 narrow = self._spiller.read(kept.spill, chunk.start, chunk.stop)
@@ -156,20 +181,9 @@ class GradientKeeper:
             self._spiller.put(wide, chunk, slot)
         kept.dtype, kept.region, kept.spill = torch.float32, None, wide
 
-    def _widened_file(self, kept: KeptUnit) -> aio.File:
-        num_bytes = round_up(kept.unit.trainable_elems * 4, STORE_ALIGN_BYTES)
-        return self._scratch(f"grad-sum-{kept.unit.index}", num_bytes)
-
-    def _take_in_memory(
-        self, kept: KeptUnit, region: Region, grads: dict[str, torch.Tensor]
-    ) -> None:  # fmt: skip
-        flat = region.tensor(kept.dtype, kept.unit.trainable_elems)
-        for segment in segments_of(kept.unit, Chunk(0, 0, kept.unit.trainable_elems)):
-            if segment.slot.tensor.name in grads:
-                self._take_segment(kept, segment, grads, flat)
-
     def _take_spilled(
-        self, kept: KeptUnit, spill: SpillFile, grads: dict[str, torch.Tensor]
+        self, kept: KeptUnit, spill: SpillFile, grads: Mapping[str, torch.Tensor],
+        take: Callable[[Segment, torch.Tensor], None],
     ) -> None:  # fmt: skip
         for chunk in chunks_of(kept.unit.trainable_elems, self._spiller.chunk_elems):
             segments = [
@@ -181,12 +195,13 @@ class GradientKeeper:
                 slot = self._spiller.edit(spill, chunk)
                 flat = slot.tensor(kept.dtype, chunk.num_elems)
                 for segment in segments:
-                    self._take_segment(kept, segment, grads, flat)
+                    take(segment, flat)
                 self._spiller.put(spill, chunk, slot)
 
     def _take_segment(
-        self, kept: KeptUnit, segment: Segment, grads: dict[str, torch.Tensor], flat: torch.Tensor
-    ) -> None:
+        self, kept: KeptUnit, grads: Mapping[str, torch.Tensor], round_to: torch.dtype,
+        segment: Segment, flat: torch.Tensor,
+    ) -> None:  # fmt: skip
         name = segment.slot.tensor.name
         index = kept.index_of[name]
         if segment.tensor_start == 0:
@@ -194,7 +209,7 @@ class GradientKeeper:
         kernels.grad_take(
             grads[name][segment.tensor_start : segment.tensor_start + segment.num_elems],
             flat[segment.chunk_start : segment.chunk_start + segment.num_elems],
-            round_to=kept.round_to, accumulate=name in kept.has_grad,
+            round_to=round_to, accumulate=name in kept.has_grad,
             norm=self.norm, index=index,
         )  # fmt: skip
 

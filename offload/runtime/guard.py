@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import nn
 
 from offload.runtime.binding import BoundUnit
 from offload.runtime.horizon import Phase
+from offload.runtime.lent import LentGradients
 from offload.runtime.residency import Residency
 
 
 class ParameterGuard:
-    """Serves parameters while the model runs; knows their names."""
+    """Serves parameters while the model runs; knows their names and gradients."""
 
     def __init__(self, bound: Sequence[BoundUnit]) -> None:
         self._where = {
@@ -23,7 +24,7 @@ class ParameterGuard:
         }
         self.making_state_dict = False
         self.residency: Residency | None = None  # set once; the residency needs the guard's class
-        self.kept: Callable[[int, str], bool] = lambda unit, name: False  # set once, likewise
+        self.lent: LentGradients | None = None  # set once, likewise
 
     def name_of(self, parameter: nn.Parameter) -> str:
         return self._where[id(parameter)][0]
@@ -31,9 +32,16 @@ class ParameterGuard:
     def unit_of(self, parameter: nn.Parameter) -> int:
         return self._where[id(parameter)][1]
 
-    def keeps_gradient(self, parameter: nn.Parameter) -> bool:
-        name, unit = self._where[id(parameter)]
-        return self.kept(unit, name)
+    def gradient(self, parameter: nn.Parameter) -> torch.Tensor | None:
+        return None if self.lent is None else self.lent.read(self.name_of(parameter))
+
+    def assign_gradient(self, parameter: nn.Parameter, value: torch.Tensor | None) -> None:
+        if self.lent is not None:
+            self.lent.assign(self.name_of(parameter), value)
+
+    def close(self) -> None:
+        """There are no gradients any more."""
+        self.lent = None
 
     def serve(self, parameter: nn.Parameter) -> bool:
         residency = self.residency

@@ -95,8 +95,7 @@ class Hooks:
         self._depth += 1
         if self._depth > 1 or self._layers or _inside_backward():  # recomputation of the root
             return
-        if self._residency.phase is not Phase.IDLE:  # an earlier pass ended in an exception
-            self.abort()
+        recover(self)
         self._before_forward()
         self._calls = [0] * len(self._calls)
         self._residency.begin(Phase.FORWARD if torch.is_grad_enabled() else Phase.EVAL)
@@ -209,6 +208,12 @@ class Hooks:
         self._views.pop()
         self._residency.forget_uses()
         self._end_backward()
+
+
+def recover(hooks: Hooks) -> None:
+    """Abort a pass that has ended in an exception, if there is one."""
+    if hooks._residency.phase is not Phase.IDLE and not _inside_backward():
+        hooks.abort()
 
 
 def _watch(output: Any, action: Callable[[], None]) -> None:

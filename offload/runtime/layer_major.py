@@ -25,6 +25,7 @@ from offload.errors import StateError
 from offload.runtime.baton import Baton, Stopped
 from offload.runtime.binding import BoundUnit, Presence
 from offload.runtime.completion import Arrivals
+from offload.runtime.evicted import set_gradient
 from offload.runtime.residency import Residency
 
 
@@ -181,7 +182,7 @@ class LayerMajor:
 
     def refuse(self, bound: BoundUnit, position: int) -> None:
         """A parameter itself got a gradient, so some micro-batch used no leaf of its own."""
-        bound.parameters[position].grad = None
+        set_gradient(bound.parameters[position], None)
         raise StateError(
             f"layer-major order: expected {bound.unit.slots[position].tensor.name!r} to be used in"
             " its module's forward, got a use elsewhere, whose gradients cannot be told apart."
@@ -219,7 +220,8 @@ class LayerMajor:
             leaves = self._leaves.of(index, bound)
             for parameter, leaf in zip(bound.parameters, leaves, strict=True):
                 if leaf is not None and leaf.grad is not None:
-                    parameter.grad, leaf.grad = leaf.grad, None
+                    set_gradient(parameter, leaf.grad)
+                    leaf.grad = None
             self._take(bound)
 
     def finish(self) -> None:

@@ -11,7 +11,7 @@ what the next uses are; the bytes on the device never exceed what the budget lea
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from offload.errors import BudgetError
 from offload.metrics import Metrics
@@ -19,6 +19,7 @@ from offload.runtime.binding import BoundUnit, Presence
 from offload.runtime.evicted import EvictedParameter
 from offload.runtime.fetch import Fetcher
 from offload.runtime.horizon import Horizon, Phase
+from offload.runtime.loans import Loans
 
 
 class Residency:
@@ -31,8 +32,8 @@ class Residency:
         self.bound = bound
         self.by_layers: bool | None = None  # the last forward for training; None: there was none
         self.phase = Phase.IDLE
+        self.before_phase: Callable[[Phase], None] = lambda phase: None  # nothing has moved yet
         self._fetcher = fetcher
-        self.loans = fetcher.loans
         self._guard = guard
         self._capacity = weight_bytes  # of the device budget, for weights of units
         self._metrics = metrics
@@ -41,9 +42,14 @@ class Residency:
         self._recent: list[int] = []  # present units, least recently used first
         self._horizon = horizon
 
+    @property
+    def loans(self) -> Loans:
+        return self._fetcher.loans
+
     def begin(self, phase: Phase) -> None:
         """Enter a phase."""
         self.phase = phase
+        self.before_phase(phase)
         self._metrics.enter("outside" if phase is Phase.IDLE else phase.name.lower())
         if phase is not Phase.IDLE:
             self._horizon[phase].begin()
@@ -72,7 +78,8 @@ class Residency:
         bound = self.bound[index]
         moved = self.phase is not Phase.IDLE and self._horizon[self.phase].use(index)
         if bound.presence is Presence.PRESENT:
-            self._touch(index)
+            self._recent.remove(index)
+            self._recent.append(index)
         else:
             self._fill(bound)
         if moved:
@@ -131,10 +138,6 @@ class Residency:
     def order(self, phase: Phase = Phase.FORWARD) -> list[int]:
         """Units by their next use in training."""
         return self._horizon[phase].order
-
-    def _touch(self, index: int) -> None:
-        self._recent.remove(index)
-        self._recent.append(index)
 
     def _make_room(self, bound: BoundUnit) -> None:
         present = sum(self.bound[index].weight_bytes for index in self._recent)

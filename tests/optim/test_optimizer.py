@@ -21,8 +21,8 @@ class Recorder:
     def step(self) -> None:
         self.calls.append("step")
 
-    def zero_grad(self) -> None:
-        self.calls.append("zero_grad")
+    def zero_grad(self, *, set_to_none: bool) -> None:
+        self.calls.append(f"zero_grad {set_to_none}")
 
 
 @pytest.fixture
@@ -52,7 +52,7 @@ def test_step_and_zero_grad_go_to_the_engine_and_leave_parameters_alone(model, r
     optimizer.step()
     optimizer.zero_grad()
     optimizer.zero_grad(set_to_none=False)
-    assert recorder.calls == ["step", "zero_grad", "zero_grad"]
+    assert recorder.calls == ["step", "zero_grad True", "zero_grad False"]
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert optimizer.state == {}
 

@@ -12,8 +12,6 @@ from case import (
     oracle_step,
 )
 
-from offload.errors import StateError
-
 CASE = Case()
 
 
@@ -133,17 +131,3 @@ def test_functional_call_computes_with_what_it_is_given(tmp_path):
             seen = torch.func.functional_call(engine.module, given, batch)
             assert torch.equal(seen, plain(*batch))
         train_both(engine, CASE.oracle(), range(1))
-
-
-def test_the_grad_attribute_of_a_taken_gradient_is_refused_so_that_clipping_is_not_silent(tmp_path):
-    """`clip_grad_norm_` in a plain loop would find no gradient and clip nothing (DESIGN 5b)."""
-    with CASE.engine(tmp_path) as engine:
-        engine(*CASE.batches(0)[0]).backward()
-        with pytest.raises(StateError, match="gradient_clipping"):
-            torch.nn.utils.clip_grad_norm_(engine.module.parameters(), 1e-3)
-        for name, param in engine.module.named_parameters():
-            with pytest.raises(StateError, match=name):
-                _ = param.grad
-            assert engine.kept_grad(param) is not None
-        engine.optimizer.step()
-        assert all(param.grad is None for param in engine.module.parameters())
