@@ -13,13 +13,10 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -27,13 +24,12 @@ from typing import Any
 
 import click
 import disk_rate
+from memory_cap import capped_group, joining
 from meters import MemorySampler, describe_machine, keep_result, told_settings
 
 from offload.config import parse_bytes
 
 HERE = Path(__file__).resolve().parent
-ROOTS = (Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup"))
-LIMITS = ("memory.limit_in_bytes", "memory.max")
 WARM_UP = 3  # steps: the first ones fill space that was only reserved
 WANTED_OF_BOUND = 1.3
 STATE_BYTES = 16  # a parameter: 2 weight, 2 gradient, 4 master, 4 + 4 moments
@@ -55,23 +51,6 @@ class Settings:
     state_dtype: str
     save: bool
     theme: str
-
-
-@contextmanager
-def capped_group(num_bytes: int) -> Iterator[Path]:
-    """A memory cgroup, version 1 or 2; its members must have ended at the end."""
-    for root, limit in zip(ROOTS, LIMITS, strict=True):
-        group = root / f"offload-beyond-{os.getpid()}"
-        with contextlib.suppress(OSError):
-            group.mkdir()
-        if (group / limit).exists():
-            (group / limit).write_text(str(num_bytes))
-            try:
-                yield group
-            finally:
-                group.rmdir()
-            return
-    raise click.ClickException("no memory cgroup can be made here: run as root")
 
 
 def disk_rates(folder: Path) -> dict[str, float]:
@@ -97,10 +76,7 @@ def train(settings: Settings, folder: Path, group: Path) -> dict[str, int]:
     ]  # fmt: skip
     (folder / "nvme").mkdir()
 
-    def join() -> None:
-        (group / "cgroup.procs").write_text(str(os.getpid()))
-
-    with subprocess.Popen(command, preexec_fn=join) as child:
+    with subprocess.Popen(command, preexec_fn=joining(group)) as child:
         sampler = MemorySampler(child.pid)
         sampler.phase = "whole run"
         status = child.wait()

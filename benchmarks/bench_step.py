@@ -26,6 +26,8 @@ from step_model import Shape, faster_products
 from step_run import DISK_ENGINES, Launcher, Run
 from throttle import ThrottleUnavailable
 
+from offload.config import parse_bytes
+
 HERE = Path(__file__).resolve().parent
 
 
@@ -57,6 +59,7 @@ class Settings:
     buffer_count: int
     max_live: int
     timeout: float
+    cap: str
     as_json: bool
     save: bool
     theme: str
@@ -129,6 +132,7 @@ def run_rounds(settings: Settings, shape: Shape) -> list[Run]:
         peer_extensions=settings.peer_extensions,
         held_bytes_per_s=settings.held * 10**6,
         timeout_s=settings.timeout,
+        cap_bytes=parse_bytes(settings.cap, "cap") if settings.cap else 0,
     )
     engines = chosen_engines(settings)
     runs = []
@@ -201,6 +205,7 @@ def result_stem(settings: Settings) -> Path:
 @click.option("--buffer-count", default=12, show_default=True, help="DeepSpeed's.")
 @click.option("--max-live", default=100_000_000, show_default=True, help="DeepSpeed's.")
 @click.option("--timeout", default=1800.0, show_default=True, help="Seconds a child may take.")
+@click.option("--cap", default="", help="Memory of each process, at most (cgroup, root).")
 @click.option("--json", "as_json", is_flag=True, help="Print rows as JSON instead of the table.")
 @click.option("--save", is_flag=True, help="Write benchmarks/results/THEME-HARDWARE-MONTH.")
 @click.option("--theme", default="", help="Name of the result files; default step[-heldN].")

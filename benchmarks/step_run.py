@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import disk_rate
+from memory_cap import capped_group, joining
 from meters import MemorySampler
 from throttle import ChannelSampler, HeldDisk
 
@@ -64,6 +65,7 @@ class Launcher:
     held_bytes_per_s: int
     timeout_s: float
     probe_s: float = 1.0
+    cap_bytes: int = 0
     script: str = "step_child.py"
 
     @property
@@ -126,7 +128,9 @@ class Launcher:
         }
 
     @contextmanager
-    def _child(self, job: dict[str, Any], log: Any) -> Iterator[tuple[subprocess.Popen, Any]]:
+    def _child(
+        self, job: dict[str, Any], log: Any, group: Path | None
+    ) -> Iterator[tuple[subprocess.Popen, Any]]:
         """A started child and the pipe of its lines; killed if it is left early or hangs."""
         reader, writer = os.pipe()
         peer = job["engine"].startswith("deepspeed")
@@ -141,6 +145,7 @@ class Launcher:
             env=self._environment(job["engine"]),
             cwd=self.folder,
             start_new_session=True,
+            preexec_fn=None if group is None else joining(group),
         )
         os.close(writer)
         watchdog = threading.Timer(self.timeout_s, _kill_group, [child])
@@ -159,7 +164,10 @@ class Launcher:
         log_path = self.folder / f"{run.engine}.log"
         with ExitStack() as stack:
             log = stack.enter_context(log_path.open("wb"))
-            child, lines = stack.enter_context(self._child(job, log))
+            group = None
+            if self.cap_bytes:
+                group = stack.enter_context(capped_group(self.cap_bytes))
+            child, lines = stack.enter_context(self._child(job, log, group))
             channel = None
             if disk is not None:
                 disk.add(child.pid)
