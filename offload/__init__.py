@@ -9,9 +9,14 @@ from offload.errors import (
     StoreCorrupt,
     StoreError,
 )
+from offload.integrations.deepspeed import zero
+from offload.integrations.deepspeed.arguments import add_config_arguments, init_distributed
+from offload.integrations.deepspeed.engine import DeepSpeedEngine
+from offload.integrations.deepspeed.initialize import initialize
 from offload.interchange.on_disk import on_disk_init
 
 __all__ = [
-    "BudgetError", "ConfigError", "OffloadEngine", "OffloadError", "StateError", "StoreCorrupt",
-    "StoreError", "on_disk_init",
+    "BudgetError", "ConfigError", "DeepSpeedEngine", "OffloadEngine", "OffloadError", "StateError",
+    "StoreCorrupt", "StoreError", "add_config_arguments", "init_distributed", "initialize",
+    "on_disk_init", "zero",
 ]  # fmt: skip

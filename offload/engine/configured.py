@@ -82,7 +82,7 @@ def configure(
 ) -> Configured:  # fmt: skip
     """Read what `source` or the command line names, if anything; raises ConfigError."""
     settings = {key: value for key, value in settings.items() if value is not None}
-    source = source if source is not None else environment.get(VARIABLE)
+    source = configured_source(source, environment)
     if source is None:
         return Configured(optimizer or "adamw", settings, {}, None, None, None, ())
     recipe = recipe_of(source)
@@ -110,9 +110,14 @@ def configure(
     )  # fmt: skip
 
 
+def configured_source(source: Any, environment: Mapping[str, str] = os.environ) -> Any:
+    """`source`, or what the command line names; None: nothing."""
+    return source if source is not None else environment.get(VARIABLE)
+
+
 def store_folder(settings: Mapping[str, Any]) -> Path:
     """The first folder of an engine with these keyword arguments; raises ConfigError."""
-    source = settings.get("config", os.environ.get(VARIABLE))
+    source = configured_source(settings.get("config"))
     under = recipe_of(source).settings if source is not None else {}
     paths = {key: under[key] for key in ("nvme_path",) if key in under}
     return make_config({"nvme_path": settings.get("nvme_path")}, under=paths).nvme_path[0]

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Callable
-from typing import Any
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -12,13 +16,24 @@ from offload.config import DTYPES
 from offload.engine.connect import Ground, Parts
 from offload.engine.reader import current
 from offload.errors import ConfigError
-from offload.interchange.export import Exportable, Held, Stored, check_dtype
+from offload.interchange.export import (
+    SINGLE,
+    Exportable,
+    Held,
+    Stored,
+    check_dtype,
+    export_safetensors,
+    export_torch_file,
+)
 from offload.interchange.notes import ModelNotes
 from offload.interchange.read_ahead import WeightStream
 from offload.interchange.safetensors_file import TensorEntry
 from offload.masters import dtype_of, moved_dtype, rounded
 from offload.partition.unit import Role, Unit
 from offload.store.files import Extent
+
+if TYPE_CHECKING:
+    from offload.engine.facade import OffloadEngine
 
 
 class _Current:
@@ -54,6 +69,33 @@ def exportable(parts: Parts, model: nn.Module, *, dtype: Any, notes: ModelNotes)
         sources[key] = (TensorEntry(key, tuple(tensor.shape), tensor.dtype), tensor.cpu)
     stream = WeightStream(ground.queue, _Current(ground))
     return Exportable(sources, stream, notes, chosen, lambda: _check_current(ground))
+
+
+def save_weights(engine: OffloadEngine, path: Path, *, without_frozen: bool) -> None:
+    """Write the weights, in the type that moves, to one file, which replaces what is there.
+
+    `path`: a state dict in torch's format, or safetensors, as its name ends.  They stream.
+    """
+    engine._check_open()
+    notes, module = engine._notes, engine.module
+    model = exportable(engine._parts, module, dtype=None, notes=notes)
+    if without_frozen:
+        named = module.named_parameters(remove_duplicate=False)
+        frozen = {notes.renamed.get(name, name) for name, p in named if not p.requires_grad}
+        sources = {key: source for key, source in model.sources.items() if key not in frozen}
+        tied = {name: of for name, of in notes.tied.items() if notes.renamed.get(of, of) in sources}
+        renamed = {name: key for name, key in notes.renamed.items() if key in sources}
+        model = replace(model, sources=sources, notes=replace(notes, tied=tied, renamed=renamed))
+    beside = path.parent / f".{path.name}.saving"
+    shutil.rmtree(beside, ignore_errors=True)  # of a process that was killed
+    try:
+        if path.suffix == ".safetensors":
+            export_safetensors(model, beside, max_shard_bytes=1 << 62)
+            os.replace(beside / SINGLE, path)
+        else:
+            os.replace(export_torch_file(model, beside), path)
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
 
 
 def _check_current(ground: Ground) -> None:

@@ -100,6 +100,10 @@ class Tracked:
         item.load_state_dict(self._saved.pop(name))
         return True
 
+    def find(self, name: str) -> Stateful | None:
+        """The object under `name`, if it is tracked."""
+        return self._objects.get(name)
+
     def restore(self, saved: Mapping[str, Any]) -> None:
         """Load states into the tracked objects now, into others when they are tracked."""
         self._saved = {}

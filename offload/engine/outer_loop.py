@@ -57,3 +57,18 @@ def end_step(engine: OffloadEngine) -> None:
 def compute_dtype(engine: OffloadEngine) -> torch.dtype:
     """The type of gathered weights."""
     return engine._parts.ground.blueprint.compute_dtype
+
+
+def device(engine: OffloadEngine) -> torch.device:
+    """Where the model computes."""
+    return engine._parts.ground.blueprint.device
+
+
+def holds(engine: OffloadEngine, parameter: torch.nn.Parameter) -> bool:
+    """True where `engine` is open and `parameter` is its model's."""
+    return engine._close.alive and id(parameter) in engine._parts.names_by_id
+
+
+def tracked(engine: OffloadEngine, name: str) -> Any:
+    """The object that `track` has under `name`; None if there is none."""
+    return engine._tracked.find(name)

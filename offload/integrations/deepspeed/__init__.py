@@ -1,0 +1,1 @@
+"""What DeepSpeed scripts call: `import offload as deepspeed` is all that changes in them."""

@@ -1,0 +1,83 @@
+"""`DeepSpeedEngine`: the calls of a DeepSpeed script, over an `OffloadEngine`.
+
+    loss = engine(batch);  engine.backward(loss);  engine.step()        every micro-step
+
+Everything else it has (metrics, plan, export, gathered, ...) is at `engine.offload`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Self
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from offload.deepspeed_config.recipe import Recipe
+from offload.engine.facade import OffloadEngine
+from offload.integrations.deepspeed.numbers import Numbers
+from offload.integrations.deepspeed.saving import Saving
+
+
+class DeepSpeedEngine(Numbers, Saving, nn.Module):
+    """A module that runs the model's forward and trains it."""
+
+    def __init__(
+        self, offload: OffloadEngine, recipe: Recipe, *, training_dataloader: DataLoader[Any] | None
+    ) -> None:
+        nn.Module.__init__(self)
+        self.offload = offload
+        self.recipe = recipe
+        self.module = offload.module
+        self.optimizer = offload.optimizer
+        self.training_dataloader = training_dataloader
+        self.lr_scheduler: Any = None
+        self.steps_scheduler = False  # the caller's; the file's is stepped by the optimizer
+        self.micro_steps = 0
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's forward."""
+        return self.offload(*args, **kwargs)
+
+    def backward(
+        self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True
+    ) -> torch.Tensor:
+        """Backward of one micro-step; returns the loss as it was scaled for accumulation.
+
+        `scale_wrt_gas` False: the caller has divided it by the number of micro-steps.
+        """
+        steps = self.gradient_accumulation_steps()
+        whole = loss if scale_wrt_gas else loss * steps
+        self.offload.backward(whole, **({"retain_graph": True} if retain_graph else {}))
+        return loss / steps if scale_wrt_gas else loss
+
+    def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
+        """Update at the boundary of accumulation, and step the scheduler unless it was skipped."""
+        before = self.offload.global_step
+        self.offload.step()
+        self.micro_steps += 1
+        if self.steps_scheduler and self.offload.global_step != before:
+            self.lr_scheduler.step(**(lr_kwargs or {}))
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients of the accumulation window so far; step() has forgotten its own."""
+        self.offload.optimizer.zero_grad()
+
+    def __getattr__(self, name: str) -> Any:
+        """What the wrapped model has, such as `generate`."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "module":
+                raise
+            return getattr(self.module, name)
+
+    def close(self) -> None:
+        """Finish, commit, release; may be called twice."""
+        self.offload.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *exc: object) -> None:
+        self.offload.__exit__(kind, *exc)
