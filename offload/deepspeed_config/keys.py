@@ -125,7 +125,7 @@ KEYS: Mapping[str, Key] = {
     ),
     **_section(
         "data_types",
-        grad_accum_dtype=_TYPES,
+        grad_accum_dtype=(_TYPES, "gradients of several micro-steps are summed in fp32"),
         param_dtype=_TYPES,
         buffer_dtype=("text", "buffers keep their type"),
     ),

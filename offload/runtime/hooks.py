@@ -111,7 +111,7 @@ class Hooks:
         training = self._residency.phase is Phase.FORWARD
         self._residency.begin(Phase.IDLE)
         self._residency.forget_uses()
-        self._residency.evict_unused(but=self._residency.last_in_forward() if training else None)
+        self._residency.evict_unused(but=self._residency.kept_for_backward() if training else ())
         if training:
             self._residency.look_ahead(Phase.BACKWARD)
         _watch(output, self._begin_backward)
@@ -184,7 +184,7 @@ class Hooks:
         losses = self._layers.forward(calls, self._views.packing)
         self._residency.begin(Phase.IDLE)
         self._residency.forget_uses()
-        self._residency.evict_unused(but=self._residency.last_in_forward())
+        self._residency.evict_unused(but=self._residency.kept_for_backward())
         self._layers.let_go()
         self._residency.look_ahead(Phase.BACKWARD)
         _watch(losses, self._begin_backward)

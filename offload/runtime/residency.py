@@ -11,7 +11,7 @@ what the next uses are; the bytes on the device never exceed what the budget lea
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from offload.errors import BudgetError
 from offload.metrics import Metrics
@@ -110,10 +110,10 @@ class Residency:
         if index in self._recent:
             self._recent.remove(index)
 
-    def evict_unused(self, *, but: int | None = None) -> None:
+    def evict_unused(self, *, but: Collection[int] = ()) -> None:
         """Evict all units that no module is using now."""
         for index in list(self._recent):
-            if not self._uses[index] and index != but:
+            if not self._uses[index] and index not in but:
                 self.evict(index)
 
     def forget_uses(self) -> None:
@@ -130,10 +130,14 @@ class Residency:
             if self.bound[index].presence is Presence.EVICTED:
                 self._fetcher.prefetch(self.bound[index].unit)
 
-    def last_in_forward(self) -> int | None:
-        """The unit with which forward ends and backward begins."""
+    def kept_for_backward(self) -> set[int]:
+        """The unit with which forward ends and backward begins, and those used again soon."""
         order = self._horizon[Phase.FORWARD].order
-        return order[-1] if order else None
+        return {
+            index
+            for index in order
+            if index == order[-1] or self._horizon.stays(Phase.FORWARD, index)
+        }
 
     def order(self, phase: Phase = Phase.FORWARD) -> list[int]:
         """Units by their next use in training."""
