@@ -198,7 +198,7 @@ KEYS: Mapping[str, Key] = {
         nvme_path="text",
         buffer_count=("int", PLANNED),
         buffer_size=("int", PLANNED),
-        max_in_cpu=("int", PLANNED),
+        max_in_cpu=("int", "weights on nvme take no host memory but what is under way"),
         pin_memory=("bool", ALWAYS),
     ),
     **_section(

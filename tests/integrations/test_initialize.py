@@ -74,6 +74,10 @@ def test_a_script_trains_as_in_memory(name, tmp_path):
         assert engine.global_samples == NUM_STEPS * 2 * twin.accumulation
         assert engine.get_lr() == scheduler.get_last_lr()
         assert engine.module is net
+        assert engine.fp16_enabled() is (twin.dtype is torch.float16)
+        assert engine.bfloat16_enabled() is (twin.dtype is torch.bfloat16)
+        assert engine.gradient_clipping() == twin.clipping
+        assert engine.zero_optimization_stage() == 3
         assert (engine.local_rank, engine.world_size, str(engine.device)) == (0, 1, "cpu")
 
 

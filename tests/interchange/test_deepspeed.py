@@ -13,6 +13,7 @@ import zero_checkpoint
 from click.testing import CliRunner
 from torch import nn
 
+import offload
 from offload import OffloadEngine
 from offload.cli.main import command
 from offload.errors import ConfigError, StateError, StoreCorrupt, StoreError
@@ -71,6 +72,17 @@ def check_equal(engine, model, moments) -> None:
     for name, pair in moments.items():
         for state, expected in zip(("exp_avg", "exp_avg_sq"), pair, strict=True):
             assert torch.equal(engine.full_optimizer_state(name, state), expected), name
+
+
+def test_a_deepspeed_script_goes_on_from_its_old_checkpoint(saved, tmp_path):
+    folder, model, moments = saved
+    config = {"bf16": {"enabled": True}, "optimizer": {"type": "AdamW"}}
+    engine, *_ = offload.initialize(
+        model=models.build(Counting), config=config, nvme_path=tmp_path, compute_dtype="fp32"
+    )
+    with engine:
+        assert engine.load_checkpoint(folder) == (str(folder / "tag"), {})
+        check_equal(engine.offload, model, moments)
 
 
 @pytest.mark.parametrize("threshold", [0, 3000])

@@ -15,11 +15,11 @@ from torch.utils.data import DataLoader
 
 from offload.deepspeed_config.recipe import Recipe
 from offload.engine.facade import OffloadEngine
-from offload.integrations.deepspeed.numbers import Numbers
+from offload.integrations.deepspeed.numbers import Choices, Numbers
 from offload.integrations.deepspeed.saving import Saving
 
 
-class DeepSpeedEngine(Numbers, Saving, nn.Module):
+class DeepSpeedEngine(Numbers, Choices, Saving, nn.Module):
     """A module that runs the model's forward and trains it."""
 
     def __init__(

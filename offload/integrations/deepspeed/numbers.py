@@ -6,10 +6,33 @@ from typing import Any
 
 import torch
 
+from offload.deepspeed_config.check import flatten
 from offload.deepspeed_config.recipe import Recipe
 from offload.engine.facade import OffloadEngine
 from offload.engine.outer_loop import device
 from offload.errors import ConfigError
+
+
+class Choices:
+    """What the configuration chose."""
+
+    offload: OffloadEngine
+
+    def fp16_enabled(self) -> bool:
+        return self.offload.config.dtype is torch.float16
+
+    def bfloat16_enabled(self) -> bool:
+        return self.offload.config.dtype is torch.bfloat16
+
+    def gradient_clipping(self) -> float:
+        """The most that the global norm may be; 0: anything."""
+        return self.offload.config.gradient_clipping
+
+    def steps_per_print(self) -> int:
+        return self.offload.config.steps_per_print
+
+    def wall_clock_breakdown(self) -> bool:
+        return self.offload.config.wall_clock_breakdown
 
 
 class Numbers:
@@ -70,6 +93,10 @@ class Numbers:
     def loss_scale(self) -> float:
         """Of fp16; 1 with other types."""
         return self.offload.scale.value
+
+    def zero_optimization_stage(self) -> int:
+        """As the file has it; all stages are placed alike here."""
+        return int(flatten(self.recipe.raw)[0].get("zero_optimization.stage", 0))
 
     def _batch(self) -> Any:
         return self.recipe.batch(self.gradient_accumulation_steps())
