@@ -5,19 +5,22 @@
     optim, learning_rate, adam_*, optim_args        optimizer and its settings, through Trainer's
     weight_decay                                    two groups; biases and norms do not decay
 
-`offload={...}` adds the settings of OffloadEngine that TrainingArguments has no word for.
+`offload={...}` adds the settings of OffloadEngine that TrainingArguments has no word for.  With a
+DeepSpeed file (trainer_file.py) its optimizer, types and placement replace these.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import Trainer
 
+from offload.deepspeed_config.recipe import Recipe
 from offload.errors import ConfigError
 
 TORCH_OPTIMIZERS = (
@@ -73,6 +76,11 @@ def check_arguments(args: Any) -> None:
             "TrainingArguments.load_best_model_at_end: expected save_only_model=False with it, got"
             " True: weights alone do not bring the masters back. Leave one of them out."
         )
+    if args.deepspeed:
+        raise ConfigError(
+            "TrainingArguments.deepspeed: expected none, got a file for DeepSpeed itself. Use"
+            " OffloadTrainingArguments, which give it to the engine."
+        )
     if args.world_size > 1:
         raise ConfigError(
             f"OffloadTrainer: expected one process, got {args.world_size}. Start the script without"
@@ -80,16 +88,21 @@ def check_arguments(args: Any) -> None:
         )
 
 
-def engine_settings(model: nn.Module, args: Any, offload: Mapping[str, Any]) -> dict[str, Any]:
-    """Everything but the optimizer."""
+def engine_settings(
+    model: nn.Module, args: Any, offload: Mapping[str, Any], *, file: Recipe | None
+) -> dict[str, Any]:
+    """Everything but the optimizer.  `file`: of DeepSpeed, filled."""
     norm = args.max_grad_norm or 0.0
     settings = {
         "gradient_accumulation_steps": args.gradient_accumulation_steps,
-        "gradient_clipping": norm if 0 < norm < math.inf else None,
-        "dtype": _dtype(model, args),
+        "gradient_clipping": norm if 0 < norm < math.inf else 0.0,
+        "dtype": _dtype(model, args, told=file is not None),
         "device": args.device,
+        # The trainer steps the schedule.
+        "config": None if file is None else replace(file, scheduler=None),
     }
-    return {**settings, **{key: value for key, value in offload.items() if key != "optimizer"}}
+    rest = {key: value for key, value in offload.items() if key not in ("optimizer", "config")}
+    return {**settings, **rest}
 
 
 def optimizer_settings(
@@ -120,10 +133,12 @@ def optimizer_settings(
     return {"optimizer": cls, **kept}
 
 
-def _dtype(model: nn.Module, args: Any) -> torch.dtype:
-    """What moves: what the flags say, else the type of most of the model."""
+def _dtype(model: nn.Module, args: Any, *, told: bool) -> torch.dtype | None:
+    """What moves: what the flags say, else a file (`told`), else the type of most of the model."""
     if args.bf16 or args.fp16:
         return torch.bfloat16 if args.bf16 else torch.float16
+    if told:
+        return None
     elems: dict[torch.dtype, int] = {}
     for parameter in model.parameters():
         if parameter.dtype in (torch.float32, torch.bfloat16, torch.float16):

@@ -15,16 +15,19 @@ Data, schedules, logging, callbacks and evaluation are Trainer's own.
 from __future__ import annotations
 
 import logging
+import os
 import warnings
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import Trainer
+from transformers import Trainer, TrainingArguments
 
 from offload.engine import outer_loop
+from offload.engine.configured import store_folder
 from offload.engine.facade import OffloadEngine
 from offload.engine.generation import capture_rng, restore_rng
 from offload.errors import StateError
@@ -35,30 +38,40 @@ from offload.integrations.accelerate import (
     load_engine,
     save_engine,
 )
-from offload.integrations.trainer_settings import (
-    check_arguments,
-    check_offload,
-    engine_settings,
-    optimizer_settings,
-)
+from offload.integrations.trainer_engine import file_of, make_engine
+from offload.integrations.trainer_settings import check_arguments, check_offload
+from offload.interchange.pretrained import open_pretrained
+from offload.optim.schedules import scheduler_class
+from offload.runtime.source import LoadedModel
 
 _LOG = logging.getLogger(__name__)
 _SCHEDULER, _OPTIMIZER = "scheduler.pt", "optimizer.pt"  # Trainer's names
+
+
+@dataclass
+class OffloadTrainingArguments(TrainingArguments):
+    """TrainingArguments whose `deepspeed` file the engine reads; DeepSpeed is not needed."""
+
+    def __post_init__(self) -> None:
+        self.deepspeed, self.deepspeed_file = None, self.deepspeed
+        super().__post_init__()
 
 
 class OffloadTrainer(Trainer):
     """A Trainer whose model, gradients and optimizer state live where an engine puts them."""
 
     optimizer: Any
+    lr_scheduler: Any
     engine: OffloadEngine | None = None  # from the first train(), evaluate() or predict() on
 
     def __init__(
-        self, model: nn.Module | None = None, args: Any = None, *rest: Any,
-        offload: Mapping[str, Any] | None = None, **settings: Any,
+        self, model: nn.Module | str | os.PathLike[str] | None = None, args: Any = None,
+        *rest: Any, offload: Mapping[str, Any] | None = None, **settings: Any,
     ) -> None:  # fmt: skip
         """As Trainer's.  `offload`: settings of OffloadEngine, such as nvme_path and host_memory.
 
         What TrainingArguments has (clipping, accumulation, optimizer, types) comes from there.
+        `model`: a folder of safetensors too, whose weights are never all in memory.
         Raises ConfigError for arguments that cannot be honoured.
         """
         self.offload = dict(offload or {})
@@ -66,6 +79,10 @@ class OffloadTrainer(Trainer):
         if args is not None:
             check_arguments(args)
             args._n_gpu = min(args.n_gpu, 1)  # or it would wrap the model for several devices
+        self.loaded: LoadedModel | None = None
+        if isinstance(model, str | os.PathLike):
+            self.loaded = open_pretrained(Path(model), scratch=store_folder(self.offload))
+            model = self.loaded.module
         super().__init__(model, args, *rest, **settings)
 
     def close(self) -> None:
@@ -94,32 +111,21 @@ class OffloadTrainer(Trainer):
     def _take_over(self) -> None:
         if self.engine is not None and self.engine.module is self.model:
             return
-        settings = engine_settings(self.model, self.args, self.offload)
-        if self.engine is not None:  # model_init has made another model: the store is ours
-            self.engine.close()
-            settings["resume"] = False
-        given: Any = self.optimizer
-        if given is None:
-            chosen = self.offload.get("optimizer")
-            settings["params"] = self._groups()
-            settings |= optimizer_settings(
-                self.model, self.args, chosen, asked=self.optimizer_cls_and_kwargs
-            )
-        else:
-            settings["optimizer"] = given
-        self.engine = OffloadEngine(self.model, **settings)
+        again = self.engine is not None  # model_init has made another model: the store is ours
+        self.close()
+        self.engine = make_engine(self, fresh=again)
         _, self.optimizer = attach(self.accelerator, self.engine)
 
-    def _groups(self) -> list[dict[str, Any]]:
-        decaying = set(self.get_decay_parameter_names(self.model))
-        members: dict[bool, list[nn.Parameter]] = {True: [], False: []}
-        for name, parameter in self.model.named_parameters():
-            if parameter.requires_grad:
-                members[name in decaying].append(parameter)
-        return [
-            {"params": members[True], "weight_decay": self.args.weight_decay},
-            {"params": members[False], "weight_decay": 0.0},
-        ]
+    def create_scheduler(
+        self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None
+    ) -> Any:
+        """Trainer's, or the one that a DeepSpeed file names."""
+        file = file_of(self, steps=num_training_steps)
+        if self.lr_scheduler is None and file is not None and file.scheduler is not None:
+            kind, params = file.scheduler
+            made = scheduler_class(kind, params)(optimizer or self.optimizer, **params)
+            self.lr_scheduler, self._created_lr_scheduler = made, True
+        return super().create_scheduler(num_training_steps, optimizer)
 
     def _prepare_input(self, data: Any) -> Any:
         """Give the model floats of the type that it computes in, as Trainer does for DeepSpeed."""

@@ -297,6 +297,29 @@ def test_the_callbacks_see_a_model_whose_weights_are_elsewhere(make: Any) -> Non
     assert trainer.engine.metrics.total_write_bytes > 0
 
 
+def test_a_folder_is_a_model_whose_weights_are_never_all_in_memory(
+    make: Any, tmp_path: Path
+) -> None:
+    make_model().save_pretrained(tmp_path / "folder")
+    trainer, plain_one = make(str(tmp_path / "folder")), make()
+    assert trainer.loaded.places  # files that the engine reads directly
+    trainer.train()
+    plain_one.train()
+    assert logged(trainer, "loss") == logged(plain_one, "loss")
+    assert_same_masters(masters(trainer), masters(plain_one))
+
+
+def test_a_store_to_resume_is_refused(
+    make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = make(num_train_epochs=1)
+    first.train()
+    first.close()
+    monkeypatch.setenv("OFFLOAD_RESUME", "resume")
+    with pytest.raises(ConfigError, match="resume_from_checkpoint"):
+        make(offload={"nvme_path": tmp_path / "nvme-0"}).train()
+
+
 def test_a_store_that_exists_is_not_overwritten_unasked(make: Any, tmp_path: Path) -> None:
     make().train()
     with pytest.raises(StoreError, match="exist"):

@@ -44,7 +44,7 @@ def make_data(num: int = 22, seq: int = 12) -> list[dict[str, torch.Tensor]]:
     return found
 
 
-def arguments(folder: Path, **changes: Any) -> Any:
+def arguments(folder: Path, *, kind: Any = transformers.TrainingArguments, **changes: Any) -> Any:
     settings = {
         "output_dir": str(folder),
         "per_device_train_batch_size": 2,
@@ -62,7 +62,7 @@ def arguments(folder: Path, **changes: Any) -> Any:
         "disable_tqdm": True,
         "seed": 5,
     }
-    return transformers.TrainingArguments(**{**settings, **changes})
+    return kind(**{**settings, **changes})
 
 
 def logged(trainer: Any, key: str) -> list[float]:

@@ -1,0 +1,75 @@
+"""The engine of a Trainer: its file, its groups, its optimizer, its settings.
+
+An instance of the user's > offload["optimizer"] > optimizer_cls_and_kwargs > a file's > args'.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from offload.deepspeed_config.recipe import Recipe
+from offload.engine.configured import configured_source
+from offload.engine.facade import OffloadEngine
+from offload.errors import ConfigError
+from offload.integrations.trainer_file import filled_recipe
+from offload.integrations.trainer_settings import engine_settings, optimizer_settings
+
+
+def make_engine(trainer: Any, *, fresh: bool) -> OffloadEngine:
+    """Take over the model of an OffloadTrainer; `fresh`: over the store that it had before.
+
+    Raises ConfigError, BudgetError or StoreError; then nothing is taken over.
+    """
+    file = file_of(trainer)
+    settings = engine_settings(trainer.model, trainer.args, trainer.offload, file=file)
+    settings |= _optimizer(trainer, file)
+    if fresh:
+        settings["resume"] = False
+    model = trainer.model
+    if trainer.loaded is not None and trainer.loaded.module is model:
+        model = trainer.loaded
+    engine = OffloadEngine(model, **settings)
+    if engine.resumed:
+        engine.close()
+        raise ConfigError(
+            "OffloadTrainer: expected a new store, got one to resume (--resume): steps and data"
+            " would start anew. Use --fresh and trainer.train(resume_from_checkpoint=...)."
+        )
+    return engine
+
+
+def file_of(trainer: Any, *, steps: int | None = None) -> Recipe | None:
+    """The DeepSpeed file of the arguments, of `offload` or of the command line, filled.
+
+    `steps`: of the whole training, where they are known.
+    """
+    given = getattr(trainer.args, "deepspeed_file", None) or trainer.offload.get("config")
+    source = configured_source(given)
+    if source is None:
+        return None
+    return filled_recipe(source, trainer.model, trainer.args, steps=steps)
+
+
+def _optimizer(trainer: Any, file: Recipe | None) -> dict[str, Any]:
+    if trainer.optimizer is not None:
+        return {"optimizer": trainer.optimizer}
+    chosen, asked = trainer.offload.get("optimizer"), trainer.optimizer_cls_and_kwargs
+    if file is not None and file.optimizer is not None and chosen is None and asked is None:
+        return {}
+    found = optimizer_settings(trainer.model, trainer.args, chosen, asked=asked)
+    return {"params": _groups(trainer), **found}
+
+
+def _groups(trainer: Any) -> list[dict[str, Any]]:
+    """Trainer's two: what decays and what does not."""
+    decaying = set(trainer.get_decay_parameter_names(trainer.model))
+    members: dict[bool, list[nn.Parameter]] = {True: [], False: []}
+    for name, parameter in trainer.model.named_parameters():
+        if parameter.requires_grad:
+            members[name in decaying].append(parameter)
+    return [
+        {"params": members[True], "weight_decay": trainer.args.weight_decay},
+        {"params": members[False], "weight_decay": 0.0},
+    ]
