@@ -39,12 +39,17 @@ def autocast_forward(
     return removing.close
 
 
-def cast_inputs(model: nn.Module, dtype: torch.dtype) -> Callable[[], None]:
-    """Give the model its floating-point inputs in `dtype`; returns what removes the hook."""
+def cast_inputs(
+    model: nn.Module, dtype: torch.dtype, *, only: torch.dtype | None = None
+) -> Callable[[], None]:
+    """Give the model its floating-point inputs in `dtype`; returns what removes the hook.
+
+    `only`: those of that type.
+    """
 
     def cast(value: Any) -> Any:
         floats = isinstance(value, torch.Tensor) and value.is_floating_point()
-        return value.to(dtype) if floats else value
+        return value.to(dtype) if floats and only in (None, value.dtype) else value
 
     def enter(module: nn.Module, args: Any, kwargs: Any) -> Any:
         return tree_map(cast, args), tree_map(cast, kwargs)

@@ -8,6 +8,7 @@ clip_next_step(engine, max_norm)   the factor is applied by the coming step, and
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -72,3 +73,8 @@ def holds(engine: OffloadEngine, parameter: torch.nn.Parameter) -> bool:
 def tracked(engine: OffloadEngine, name: str) -> Any:
     """The object that `track` has under `name`; None if there is none."""
     return engine._tracked.find(name)
+
+
+def at_close(engine: OffloadEngine, callback: Callable[[], None]) -> None:
+    """Call `callback` when the engine is closed."""
+    engine._parts.ground.closing.callback(callback)

@@ -81,6 +81,31 @@ def test_a_script_trains_as_in_memory(name, tmp_path):
         assert (engine.local_rank, engine.world_size, str(engine.device)) == (0, 1, "cpu")
 
 
+class Affine(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(32, 32)
+        self.seen: list[torch.dtype] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen.append(x.dtype)
+        return self.layer(x).square().mean()
+
+
+def test_inputs_in_the_files_type_reach_a_model_that_computes_in_another(tmp_path):
+    torch.manual_seed(0)
+    net, x = Affine(), torch.randn(4, 32)
+    engine, *_ = start(tmp_path, model=net)  # which computes in fp32
+    with engine:
+        for inputs in (x.bfloat16(), x, x.bfloat16()):
+            engine.backward(engine(inputs))
+            engine.step()
+    assert net.seen == [torch.float32] * 3
+    assert engine.global_steps == 3
+    with pytest.raises(RuntimeError, match="dtype"):
+        net(x.bfloat16())  # nothing is left on the model
+
+
 def test_the_boundary_is_where_the_next_step_updates(tmp_path):
     config = {**BF16, **ADAM, "gradient_accumulation_steps": 3}
     engine, *_ = start(tmp_path, config)

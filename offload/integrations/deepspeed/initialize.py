@@ -14,7 +14,8 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from offload.deepspeed_config.recipe import Recipe, recipe_of
 from offload.engine.configured import configured_source
 from offload.engine.facade import OffloadEngine
-from offload.engine.outer_loop import tracked
+from offload.engine.inputs import cast_inputs
+from offload.engine.outer_loop import at_close, compute_dtype, tracked
 from offload.errors import ConfigError
 from offload.integrations.deepspeed import zero
 from offload.integrations.deepspeed.arguments import check_alone, config_of
@@ -60,6 +61,9 @@ def initialize(  # noqa: PLR0913 (the names are DeepSpeed's)
         loader = _loader(recipe, training_data, collate_fn)
     offload = OffloadEngine(model, params=params, optimizer=optimizer, config=used, **settings)
     zero.register(offload)
+    computes, moves = compute_dtype(offload), offload.config.dtype
+    if computes is not moves:  # scripts give inputs in the type that the file names
+        at_close(offload, cast_inputs(model, computes, only=moves))
     engine = DeepSpeedEngine(offload, recipe, training_dataloader=loader)
     if lr_scheduler is None:
         engine.lr_scheduler = tracked(offload, "lr_scheduler")
