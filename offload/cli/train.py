@@ -7,12 +7,14 @@ The script runs in this process as `__main__`; its exit status and its traceback
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import sys
 import types
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import click
@@ -23,6 +25,18 @@ from offload.deepspeed_config.recipe import recipe_of
 from offload.errors import BudgetError, ConfigError, StoreError
 
 NAME = "offload-train"
+VARIABLES = {
+    "host_memory": "OFFLOAD_HOST_MEMORY",
+    "device_memory": "OFFLOAD_DEVICE_MEMORY",
+    "start": "OFFLOAD_RESUME",
+    "durability": "OFFLOAD_DURABILITY",
+    "aio_backend": "OFFLOAD_AIO_BACKEND",
+    "metrics_path": "OFFLOAD_METRICS",
+    "timeline_path": "OFFLOAD_TIMELINE",
+    "state_dtype": "OFFLOAD_STATE_DTYPE",
+    "placement": "OFFLOAD_PLACEMENT",
+    "order": "OFFLOAD_ORDER",
+}  # what the engine's settings are called in the environment
 
 
 @dataclass(frozen=True)
@@ -32,6 +46,7 @@ class Job:
     script: Path
     arguments: tuple[str, ...]
     environment: Mapping[str, str]
+    auto: bool = False
 
 
 @click.command(NAME, context_settings={"allow_interspersed_args": False})
@@ -51,6 +66,11 @@ class Job:
     type=click.Path(path_type=Path),
     metavar="FILE",
     help="A DeepSpeed configuration file for the script's engine; --nvme wins over its paths.",
+)
+@click.option(
+    "--auto",
+    is_flag=True,
+    help="Take over the model and the torch optimizer of a script that makes no OffloadEngine.",
 )
 @click.option(
     "--host-memory",
@@ -118,11 +138,16 @@ def command(
     folders: Sequence[Path],
     profiles: Sequence[Path],
     config: Path | None,
+    auto: bool,
     script: Path,
     arguments: tuple[str, ...],
     **settings: str | int | Path | None,
 ) -> Job:
-    """Run SCRIPT with model state on NVMe; its OffloadEngine takes the settings given here."""
+    """Run SCRIPT with model state on NVMe; its OffloadEngine takes the settings given here.
+
+    With --auto the script is a plain one of PyTorch: its model and its Adam, AdamW, SGD or Adagrad
+    are taken over at the model's first forward; what cannot be is said in a line and left alone.
+    """
     if not script.is_file():
         raise click.BadParameter(
             f"{script}: expected a Python file, got nothing there.", param_hint="SCRIPT"
@@ -130,20 +155,8 @@ def command(
     if not folders and config is None:
         raise click.MissingParameter(param_type="option", param_hint="'--nvme'")
     check_separators({"--nvme": folders, "--profile": profiles})
-    names = {
-        "host_memory": "OFFLOAD_HOST_MEMORY",
-        "device_memory": "OFFLOAD_DEVICE_MEMORY",
-        "start": "OFFLOAD_RESUME",
-        "durability": "OFFLOAD_DURABILITY",
-        "aio_backend": "OFFLOAD_AIO_BACKEND",
-        "metrics_path": "OFFLOAD_METRICS",
-        "timeline_path": "OFFLOAD_TIMELINE",
-        "state_dtype": "OFFLOAD_STATE_DTYPE",
-        "placement": "OFFLOAD_PLACEMENT",
-        "order": "OFFLOAD_ORDER",
-    }
     environment = {
-        names[key]: str(value.resolve() if isinstance(value, Path) else value)
+        VARIABLES[key]: str(value.resolve() if isinstance(value, Path) else value)
         for key, value in settings.items()
         if value is not None
     }
@@ -153,7 +166,7 @@ def command(
         environment["OFFLOAD_NVME"] = os.pathsep.join(str(folder.resolve()) for folder in folders)
     if profiles:
         environment["OFFLOAD_PROFILE"] = os.pathsep.join(str(file.resolve()) for file in profiles)
-    return Job(script, arguments, environment)
+    return Job(script, arguments, environment, auto)
 
 
 def check_config(path: Path) -> Path:
@@ -190,7 +203,17 @@ def execute(job: Job) -> None:
     if not sys.flags.safe_path:
         sys.path[0] = str(job.script.resolve().parent)
     code = compile(job.script.read_bytes(), str(job.script), "exec", dont_inherit=True)
-    exec(code, module.__dict__)
+    with contextlib.ExitStack() as around:
+        if job.auto:
+            from offload.integrations.auto import AutoOffload
+
+            say = partial(_say, NAME)
+            around.enter_context(AutoOffload(say))
+        exec(code, module.__dict__)
+
+
+def _say(name: str, line: str) -> None:
+    click.echo(f"{name}: {' '.join(line.split())}", err=True)
 
 
 def report(error: BaseException, name: str = NAME) -> int:
@@ -199,7 +222,7 @@ def report(error: BaseException, name: str = NAME) -> int:
     A setting that the engine refuses is a mistake in the command line, not in the script: one line.
     """
     if isinstance(error, ConfigError | BudgetError | StoreError):
-        click.echo(f"{name}: {' '.join(str(error).split())}", err=True)
+        _say(name, str(error))
         return 1 if isinstance(error, StoreError) else shell.IMPOSSIBLE
     own = error.__traceback__
     while own is not None and own.tb_frame.f_code.co_filename == __file__:
