@@ -41,6 +41,7 @@ class BoundUnit:
         self.parameters = [parameters[slot.tensor.name] for slot in unit.slots]
         self.dtype = dtype
         self.presence = Presence.PRESENT
+        self.holds = 0  # how many keep it present whatever forward and backward do
         self._device = device
         self._classes = [type(parameter) for parameter in self.parameters]
         self._flat: torch.Tensor | None = None

@@ -1,6 +1,6 @@
 """Weights on their way from the store to the device, in chunks through leased slots.
 
-    prefetch(u):  slots free? --submit reads--> in flight          never waits, leaves a reserve
+    prefetch(us): slots free? --submit reads--> in flight          leaves a reserve
     fill(u):      for each chunk in order: wait, convert into the device storage, free the slot,
                   submit the next chunk of u                       waits; always makes progress
 
@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -97,13 +97,30 @@ class Fetcher:
         self.loans = Loans(slots)
         self.phase = "forward"  # names the bytes in the metrics
 
-    def prefetch(self, unit: Unit) -> None:
-        """Submit what fits beside the reserve; does nothing while the unit is being updated."""
-        if self._resident.weights(unit.index, unit.states.weights.fetched) is not None:
-            return
-        if unit.index in self._fetches or self._source.ready(unit.index):
-            fetch = self._fetches.setdefault(unit.index, _Fetch(unit, self._chunk_elems))
-            self._pump(fetch, keep=RESERVE, delay=1)
+    def prefetch(self, units: Sequence[Unit]) -> None:
+        """Submit reads of what is used next, nearest first, as fits beside the reserve.
+
+        Units that are being updated are left out.  Prefetches of others, for a course of things
+        that was not taken, give their slots up where these lack one.
+        """
+        expected = {unit.index for unit in units}
+        for unit in units:
+            if self._resident.weights(unit.index, unit.states.weights.fetched) is not None:
+                continue
+            if unit.index in self._fetches or self._source.ready(unit.index):
+                fetch = self._fetches.setdefault(unit.index, _Fetch(unit, self._chunk_elems))
+                self._pump(fetch, keep=RESERVE, delay=1)
+                if fetch.next is not None and self._give_up(but=expected):
+                    self._pump(fetch, keep=RESERVE, delay=1)
+
+    def _give_up(self, *, but: set[int]) -> bool:
+        """Abandon all prefetches but some; True: that freed a slot."""
+        others = [index for index in self._fetches if index not in but]
+        dropped = [self._fetches.pop(index) for index in others]
+        freed = any(fetch.flying for fetch in dropped)
+        for fetch in dropped:
+            self._abandon(fetch)
+        return freed
 
     def fill(self, bound: BoundUnit) -> None:
         """Bring a unit's weights into its allocated device storage; waits for the disk."""
@@ -115,7 +132,7 @@ class Fetcher:
             return
         fetch = self._fetches.pop(unit.index, None)
         self._metrics.fetches[unit.name] += 1
-        self._metrics.hits += fetch is not None
+        self._metrics.hits += fetch is not None and bool(fetch.flying)
         fetch = fetch or _Fetch(unit, self._chunk_elems)
         try:
             self._pump(fetch, keep=0, delay=0)
@@ -134,8 +151,7 @@ class Fetcher:
 
     def discard(self) -> None:
         """Give up all prefetches: their weights are about to change."""
-        while self._fetches:
-            self._abandon(self._fetches.popitem()[1])
+        self._give_up(but=set())
 
     def _pump(self, fetch: _Fetch, *, keep: int, delay: int) -> None:
         if fetch.next is not None and self._slots.num_free <= keep:

@@ -7,7 +7,8 @@ stays   a unit whose next use is near             with `reuse_elems`: it is not 
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 
 from offload.schedule.trace import Trace
 
@@ -44,16 +45,18 @@ class Horizon:
     def __getitem__(self, phase: Phase) -> Trace:
         return self._traces[phase]
 
-    def ahead(self, phase: Phase) -> Iterator[int]:
-        """Units to prefetch, first use first."""
+    def ahead(self, phase: Phase, away: Callable[[int], bool]) -> Iterator[int]:
+        """Units to prefetch, first use first; `away(unit)`: it is not on the device."""
         if self._prefetch_elems is None:
-            yield from self._traces[phase].upcoming(PREFETCH_UNITS)
+            coming = self._traces[phase].upcoming(PREFETCH_UNITS + 1)  # one of them may be here
+            yield from itertools.islice(filter(away, coming), PREFETCH_UNITS)
             return
         left = self._prefetch_elems
         for index in self._traces[phase].upcoming(len(self._sizes)):
             if left <= 0:
                 return
-            yield index
+            if away(index):
+                yield index
             left -= self._sizes[index]
 
     def stays(self, phase: Phase, index: int) -> bool:

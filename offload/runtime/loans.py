@@ -3,8 +3,8 @@
     fill in backward --keep--> kept --lend(u, ended)--> on loan --ended()--> free
                                 '------drop(u)-------------------------------> free
 
-At most half of the slots are kept, and none while fewer than RESERVE are free: a fill that has
-given its slot away must find another one, and never waits for an update.
+At most half of the slots are kept, and none while RESERVE or fewer others are free: a fill that has
+given its slot away must find another one, and never waits for an update; nor does a prefetch.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Loans:
         if self.open and self._num_held >= self._most:
             self.collect()
         kept = self._kept.get(unit, [])
-        room = self._num_held < self._most and self._slots.num_free >= RESERVE
+        room = self._num_held < self._most and self._slots.num_free > RESERVE
         if self.open and room and len(kept) == chunk:
             self._kept[unit] = [*kept, slot]
         else:

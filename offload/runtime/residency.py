@@ -58,25 +58,28 @@ class Residency:
 
     def use(self, index: int) -> None:
         """Make a unit present and keep it until the matching `release`."""
-        self.ensure(index)
+        self.ensure(index, again=True)
         self._uses[index] += 1
 
     def release(self, index: int) -> None:
-        """End a use; in forward an unused unit leaves, but the last one stays to turn around."""
+        """End a use; in forward an unused unit leaves, unless it is next, or the turn-around."""
         self._uses[index] -= 1
         if self.phase in (Phase.FORWARD, Phase.EVAL) and not self._uses[index]:
-            turning = self.phase is Phase.FORWARD and self._horizon[self.phase].order[-1:] == [
-                index
-            ]
-            if turning and not self._horizon[self.phase].upcoming(1):
-                return
-            if not self._horizon.stays(self.phase, index):
+            trace = self._horizon[self.phase]
+            last = trace.order[-1:] == [index]
+            turning = last and self.phase is Phase.FORWARD and not trace.upcoming(1)
+            if not turning and trace.leave(index) and not self._horizon.stays(self.phase, index):
                 self.evict(index)
 
-    def ensure(self, index: int) -> None:
-        """Make a unit present."""
-        bound = self.bound[index]
-        moved = self.phase is not Phase.IDLE and self._horizon[self.phase].use(index)
+    def ensure(self, index: int, *, again: bool = False) -> None:
+        """Make a unit present; `again`: for another use, even if it was used last."""
+        bound, moved = self.bound[index], False
+        if self.phase is not Phase.IDLE:
+            trace = self._horizon[self.phase]
+            passed = trace.passed(index)
+            if passed is not None and not self._uses[passed]:
+                self.evict(passed)
+            moved = trace.use(index, again=again or bound.presence is Presence.EVICTED)
         if bound.presence is Presence.PRESENT:
             self._recent.remove(index)
             self._recent.append(index)
@@ -99,9 +102,9 @@ class Residency:
         self._recent.append(bound.unit.index)
 
     def evict(self, index: int) -> None:
-        """Free a unit's storage, if it has one."""
+        """Free a unit's storage, if it has one and nobody holds it."""
         bound = self.bound[index]
-        if bound.presence is Presence.EVICTED:
+        if bound.presence is Presence.EVICTED or bound.holds:
             return
         self.present.pop(bound.storage_id, None)
         bound.evict(self._guard)
@@ -126,9 +129,10 @@ class Residency:
 
     def look_ahead(self, phase: Phase) -> None:
         """Prefetch what `phase` uses next."""
-        for index in self._horizon.ahead(phase):
-            if self.bound[index].presence is Presence.EVICTED:
-                self._fetcher.prefetch(self.bound[index].unit)
+        coming = self._horizon.ahead(
+            phase, lambda index: self.bound[index].presence is Presence.EVICTED
+        )
+        self._fetcher.prefetch([self.bound[index].unit for index in coming])
 
     def kept_for_backward(self) -> set[int]:
         """The unit with which forward ends and backward begins, and those used again soon."""
@@ -148,7 +152,7 @@ class Residency:
         for index in list(self._recent):
             if present + bound.weight_bytes <= self._capacity:
                 return
-            if not self._uses[index]:
+            if not self._uses[index] and not self.bound[index].holds:
                 present -= self.bound[index].weight_bytes
                 self.evict(index)
         if present + bound.weight_bytes > self._capacity:
