@@ -50,6 +50,9 @@ def storage_lines(folder: Path, probe: aio.Probe) -> Lines:
         yield "  O_DIRECT", "refused: through the page cache"
     found = find(folder)
     yield "  profile", f"of {found.date}" if found else "none"
+    if found:
+        told = f"{len(found.measured)} rates" if found.measured else "not yet (offload plan MODEL)"
+        yield "  processors measured", told
     yield "buffers", f"huge pages: {probe.huge_pages}"
     limit = probe.memlock_bytes
     yield "  lockable", "unlimited" if limit is None else text(limit)

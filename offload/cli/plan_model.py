@@ -107,7 +107,7 @@ def _speeds(
     """From the profile, or measured now and kept there; how, and what could not be kept."""
     config = blueprint.config
     wanted = probe.Wanted(
-        work.products, work.tokens // config.gradient_accumulation_steps, blueprint.compute_dtype,
+        work, work.tokens // config.gradient_accumulation_steps, blueprint.compute_dtype,
         blueprint.device, threads, blueprint.threads.fill,
     )  # fmt: skip
     profiles = choose_profiles(config.profile, config.nvme_path)

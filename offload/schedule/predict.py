@@ -26,6 +26,7 @@ class Speeds:
     """What this machine was measured to do, per second."""
 
     flops: float  # products forward and backward, in the type that computes
+    attention: float  # floating-point operations of dot products of attention; 0: there are none
     activations: float  # bytes read and written by what computes
     take: float  # bytes of gradients read and written, on one thread
     fill: float  # bytes of weights written to new device memory
@@ -99,8 +100,10 @@ def _parts(
     formats = layout.formats
     share = work.forward_flops / work.flops if work.flops else 0.5
     model = work.activation_bytes(formats.compute) / speeds.activations
-    if work.flops:
-        model += work.flops / speeds.flops
+    if work.product_flops:
+        model += work.product_flops / speeds.flops
+    if work.attention_flops:
+        model += work.attention_flops / speeds.attention
     filled = sum(
         layout.units[index].num_elems * formats.compute_of(layout.units[index])
         for order in (uses.forward, uses.backward)

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-READS_AND_WRITES = 6  # of each product's input and output in a step, by what lies between products
+READS_AND_WRITES = 24  # of each element between products, forward and backward (see the log)
 
 
 @dataclass(frozen=True)
@@ -59,32 +59,36 @@ class Work:
     recomputed: bool = False
 
     @property
-    def forward_flops(self) -> float:
-        products = sum(product.forward_flops for product in self.products)
-        return self.tokens * (products + self._attention)
+    def product_flops(self) -> float:
+        """Of all products, with what is recomputed."""
+        return self.tokens * sum(self._passes(each) * each.forward_flops for each in self.products)
 
     @property
-    def backward_flops(self) -> float:
-        """With what is recomputed."""
-        products = sum(
-            product.forward_flops * (2.0 if product.trained else 1.0) for product in self.products
-        )
-        again = 0.0
-        if self.recomputed:
-            again = sum(product.forward_flops for product in self.products if product.in_block)
-            again += self._attention
-        return self.tokens * (products + 2.0 * self._attention + again)
+    def attention_flops(self) -> float:
+        """Of all dot products of attention, with what is recomputed."""
+        return self.tokens * (4.0 if self.recomputed else 3.0) * self._attention
 
     @property
     def flops(self) -> float:
-        return self.forward_flops + self.backward_flops
+        return self.product_flops + self.attention_flops
+
+    @property
+    def forward_flops(self) -> float:
+        """Without what is recomputed."""
+        products = sum(product.forward_flops for product in self.products)
+        return self.tokens * (products + self._attention)
 
     @property
     def _attention(self) -> float:
         return self.attention.forward_flops(self.seq) if self.attention else 0.0
 
+    def _passes(self, product: Product) -> float:
+        """How often a product's forward is done over, or as much arithmetic."""
+        again = 1.0 if self.recomputed and product.in_block else 0.0
+        return (3.0 if product.trained else 2.0) + again
+
     def activation_bytes(self, itemsize: int) -> float:
-        """What norms, activations and sums between the products read and write."""
+        """What norms, activations and sums between the products cost, as memory traffic."""
         elems = sum(
             (each.inputs + each.outputs) * each.count * each.share for each in self.products
         )

@@ -347,16 +347,17 @@ def test_the_largest_model_fits_and_the_next_one_does_not(limits: Limits) -> Non
 
 def test_the_probe_measures_rates_above_zero() -> None:
     from offload.schedule.predict import Threads
-    from offload.schedule.work import Product
+    from offload.schedule.work import Attention, Product, Work
 
+    work = Work((Product(64, 64), Product(9000, 9000)), Attention(2, 128), 16, 16)
     wanted = probe.Wanted(
-        [Product(64, 64), Product(9000, 9000)], 16, torch.float32, torch.device("cpu"),
-        Threads(1, 1, 1, shared=True), 1,
-    )  # fmt: skip
+        work, 16, torch.float32, torch.device("cpu"), Threads(1, 1, 1, shared=True), 1
+    )
     assert set(wanted.shapes()) == {(16, 64, 64), (16, 4096, 4096)}
     measured = {name: measure() for name, measure in wanted.names().items()}
     assert all(rate > 0 for rate in measured.values())
     assert not probe.missing(wanted, measured)
     speeds = wanted.speeds(measured)
     assert 0 < speeds.flops < 1e15
+    assert 0 < speeds.attention < 1e15
     assert speeds.update == speeds.take

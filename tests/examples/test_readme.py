@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from offload import OffloadEngine
-from offload.cli import bench, main
+from offload.cli import bench, main, plan
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
@@ -73,7 +73,8 @@ def test_every_command_exists(command: str, group: click.Group) -> None:
 def test_every_option_of_a_command_exists() -> None:
     for line in re.findall(r"^offload ([a-z]+ .*?)(?: {2,}#.*)?$", README, re.MULTILINE):
         name, *words = line.split()
-        known = {text for option in main.command.commands[name].params for text in option.opts}
+        command = plan.choose(words) if name == "plan" else main.command.commands[name]
+        known = {text for option in command.params for text in option.opts}
         assert {word for word in words if word.startswith("--")} <= known, line
 
 

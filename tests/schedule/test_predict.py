@@ -9,10 +9,10 @@ from offload.metrics.bound import Rates
 from offload.schedule.placement import Formats
 from offload.schedule.predict import Speeds, Threads, predict
 from offload.schedule.traffic import Uses, step_traffic
-from offload.schedule.work import Product, Work
+from offload.schedule.work import Attention, Product, Work
 
 FAST = 1e30
-INFINITE = Speeds(flops=FAST, activations=FAST, take=FAST, fill=FAST, update=FAST)
+INFINITE = Speeds(flops=FAST, attention=FAST, activations=FAST, take=FAST, fill=FAST, update=FAST)
 ALONE = Threads(compute=1, update=1, processors=2, shared=True)
 WORK = Work((Product(64, 128, count=3),), None, tokens=100, seq=100)
 FLOPS = 6 * 3 * 64 * 128 * 100
@@ -20,6 +20,16 @@ FLOPS = 6 * 3 * 64 * 128 * 100
 
 def speeds(**rates: float) -> Speeds:
     return Speeds(**{**INFINITE.__dict__, **rates})
+
+
+def test_attention_has_a_rate_of_its_own() -> None:
+    layout, uses = layout_of(), Uses.guessed(3, 1)
+    work = Work((), Attention(2, 64), tokens=100, seq=50)
+    told = predict(
+        layout, uses, step_traffic(layout, uses), work=work, rates=None, threads=ALONE,
+        speeds=speeds(attention=3 * 2 * 2 * 64 * 50 * 100 / 2),
+    )  # fmt: skip
+    assert told.step_s == pytest.approx(2.0)
 
 
 def found(*, micro_steps=1, by_layers=False, rates=None, threads=ALONE, held=False, **own):
