@@ -152,7 +152,8 @@ def command(
         raise click.BadParameter(
             f"{script}: expected a Python file, got nothing there.", param_hint="SCRIPT"
         )
-    if not folders and config is None:
+    named_later = any(each.startswith("--deepspeed") for each in arguments)  # by the script
+    if not folders and config is None and not named_later:
         raise click.MissingParameter(param_type="option", param_hint="'--nvme'")
     check_separators({"--nvme": folders, "--profile": profiles})
     environment = {

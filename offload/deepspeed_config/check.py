@@ -76,12 +76,14 @@ def _converted(value: Any, key: Key, name: str) -> Any:
         return value
     if key.kind == "bool" and isinstance(value, bool):
         return value
-    if key.kind == "float" and number:
+    if key.kind == "float" and number and not math.isnan(value):
         return float(value)
-    if key.kind == "int" and number and (math.isinf(value) or value == int(value)):
-        return value if math.isinf(value) else int(value)
-    if key.kind == "int" and number and name.rpartition(".")[2].endswith("bucket_size"):
-        return int(value)  # transformers computes 0.9 * h * h
+    if key.kind == "int" and number and not math.isnan(value):
+        computed = name.endswith("bucket_size")  # transformers puts 0.9 * h * h there
+        if math.isinf(value):
+            return value
+        if computed or value == int(value):
+            return int(value)
     if key.kind == "text" and isinstance(value, str):
         return value
     words = key.kind.split("|")

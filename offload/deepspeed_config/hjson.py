@@ -23,7 +23,10 @@ _NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][-+]?\d+)?")
 
 def loads(text: str, name: str = "config") -> dict[str, Any]:
     """The object that `text` holds; raises ConfigError with line and column."""
-    return _Reader(text.removeprefix("\ufeff"), name).document()
+    try:
+        return _Reader(text.removeprefix("\ufeff"), name).document()
+    except RecursionError:
+        raise ConfigError(f"{name}: expected settings, got brackets nested too deeply.") from None
 
 
 class _Reader:

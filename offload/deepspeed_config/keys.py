@@ -140,7 +140,7 @@ KEYS: Mapping[str, Key] = {
     ),
     **_section(
         "checkpoint",
-        tag_validation=("text", ALONE),
+        tag_validation=("ignore|warn|fail", ALONE),
         load_universal=("bool", "a checkpoint loads whatever the budgets and chunks"),
         use_node_local_storage=("bool", ALONE),
         parallel_write=("any", ALONE),

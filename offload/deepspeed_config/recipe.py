@@ -103,6 +103,9 @@ def _settings(
     settings[STEPS] = Batch.of(flat).settle().steps
     if 1 <= flat.get("steps_per_print", 0) < math.inf:
         settings["steps_per_print"] = flat["steps_per_print"]
+    for section in ("optimizer", "scheduler"):
+        if f"{section}.params" in flat and f"{section}.type" not in flat:
+            notes[f"{section}.params"] = f"{section}.params without {section}.type says nothing"
     for part in (hints.placement(flat), hints.sizes(flat), hints.drives(flat)):
         settings |= part.settings
         notes |= part.notes

@@ -127,6 +127,15 @@ def test_settings_become_the_variables_that_the_engine_reads(
     }
 
 
+def test_a_configuration_file_stands_for_a_folder(script: Path, tmp_path: Path) -> None:
+    path = tmp_path / "ds_config.json"
+    path.write_text("{bf16: {enabled: true}}")
+    for option in ("--config", "--deepspeed_config"):
+        assert parse(option, path, script).environment == {"OFFLOAD_CONFIG": str(path)}
+    later = parse(script, "--deepspeed_config", "ds.json")  # which the script reads itself
+    assert (later.environment, later.arguments) == ({}, ("--deepspeed_config", "ds.json"))
+
+
 def test_profiles_reach_the_engine_in_their_order(
     script: Path, drive: Path, tmp_path: Path
 ) -> None:
@@ -157,6 +166,8 @@ def test_the_engine_reads_what_the_command_sets(script: Path, drive: Path) -> No
         (["--nvme", "{script}", "{script}"], "expected a folder, got a file"),
         (["--nvme", "{drive}", "--profile", "a:b", "{script}"], "may not hold ':'"),
         (["--nvme", "{drive}", "{drive}/no.py"], "expected a Python file"),
+        (["--config", "{drive}/no.json", "{script}"], "expected a DeepSpeed file"),
+        (["--config", "{script}", "{script}"], "line 2, column 8: expected"),
         (["--nvme", "{drive}", "--host-memory", "2 parsecs", "{script}"], "'2 parsecs'"),
         (["--nvme", "{drive}", "--host-memory", "0", "{script}"], "positive"),
     ],

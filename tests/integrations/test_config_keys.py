@@ -48,6 +48,9 @@ def test_one_setting_under_two_names_is_refused():
         ({"optimizer": {"type": "Adam", "params": {"beta": 1}}}, "no setting 'beta'. Did you mean"),
         ({"train_batch_size": "8"}, "train_batch_size: expected an integer, got '8'"),
         ({"train_batch_size": 8.5}, "train_batch_size: expected an integer, got 8.5"),
+        ({"train_batch_size": float("nan")}, "train_batch_size: expected an integer, got nan"),
+        ({"gradient_clipping": float("nan")}, "gradient_clipping: expected a number, got nan"),
+        ({"checkpoint": {"tag_validation": "No"}}, "expected one of ignore, warn, fail, got 'No'"),
         ({"train_batch_size": 0}, "train_batch_size: expected at least 1, got 0"),
         ({"fp16": {"enabled": "yes"}}, "fp16.enabled: expected true or false, got 'yes'"),
         ({"fp16": True}, "fp16: expected an object, got True"),
@@ -89,6 +92,12 @@ def test_auto_and_null_count_as_absent():
 def test_a_section_that_is_switched_off_asks_for_nothing():
     assert "flops" not in str(recipe_of({"flops_profiler": {"enabled": False}}).notes)
     assert "flops" in str(recipe_of({"flops_profiler": {"enabled": True}}).notes)
+
+
+def test_params_without_a_type_are_told_of():
+    notes = recipe_of({"optimizer": {"params": {"lr": 1}}, "scheduler": {"params": {}}}).notes
+    assert "optimizer.params without optimizer.type says nothing" in notes.values()
+    assert "scheduler.params without scheduler.type says nothing" in notes.values()
 
 
 def test_floats_for_integers_and_a_bare_stage_are_read():

@@ -67,6 +67,8 @@ def test_outer_braces_may_be_missing():
         ('{"a": [1', r"expected '\]', got the end"),
         ('{"a": "\\q"}', r"expected a text with valid escapes"),
         ("{a: '''x", r"expected ''' at the end"),
+        ("[" * 5000, r"expected an object of settings"),
+        ("a: " + "[" * 100_000, r"nested too deeply"),
         ("{/* x", r"expected a name in quotes, got '/'"),
     ],
 )

@@ -119,6 +119,18 @@ def test_the_boundary_is_where_the_next_step_updates(tmp_path):
         assert seen == [(False, 0), (False, 0), (True, 1)] * 2
 
 
+def test_losses_go_to_the_csv_files(tmp_path):
+    monitor = {"enabled": True, "output_path": str(tmp_path / "csv"), "job_name": "run"}
+    sizes = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2}
+    (tmp_path / "store").mkdir()
+    engine, *_ = start(tmp_path / "store", {**BF16, **ADAM, **sizes, "csv_monitor": monitor})
+    with engine:
+        losses = train(engine, NAMES[0], stop=3).losses
+    lines = (tmp_path / "csv" / "run" / "Train_Samples_train_loss.csv").read_text().split()
+    means = [(first + second) / 2 for first, second in zip(losses[::2], losses[1::2], strict=True)]
+    assert lines == ["step,train_loss", *(f"{4 * n + 4},{mean!r}" for n, mean in enumerate(means))]
+
+
 def test_an_optimizer_and_a_scheduler_of_the_script_replace_the_files(tmp_path):
     net = model()
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.5)

@@ -73,3 +73,17 @@ def test_the_command_line_takes_a_file_as_it_is(name, tmp_path):
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
     assert_equal(Result(*torch.load(out)), name)
+
+
+def test_a_model_from_a_folder_takes_a_file_too(tmp_path):
+    """Values come from safetensors, settings from the file, and the drive from it as well."""
+    name = "zero3_nvme.json"
+    (tmp_path / "first").mkdir()
+    first = config_file(name, tmp_path / "first")
+    with OffloadEngine(model(), config=first, **SMALL) as engine:
+        engine.export(tmp_path / "model", dtype="fp32")
+    path = config_file(name, tmp_path)
+    with OffloadEngine.from_pretrained(
+        tmp_path / "model", make=model, config=path, **SMALL
+    ) as engine:  # fmt: skip
+        assert_equal(train(engine, name), name)

@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from offload.deepspeed_config.recipe import Recipe
+from offload.engine.after_step import CsvMonitor
 from offload.engine.facade import OffloadEngine
 from offload.integrations.deepspeed.numbers import Choices, Numbers
 from offload.integrations.deepspeed.saving import Saving
@@ -34,6 +35,8 @@ class DeepSpeedEngine(Numbers, Choices, Saving, nn.Module):
         self.lr_scheduler: Any = None
         self.steps_scheduler = False  # the caller's; the file's is stepped by the optimizer
         self.micro_steps = 0
+        self._losses: list[float] = []  # of the micro-steps since the last update
+        self._csv = CsvMonitor(recipe.csv) if recipe.csv is not None else None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward."""
@@ -49,6 +52,8 @@ class DeepSpeedEngine(Numbers, Choices, Saving, nn.Module):
         steps = self.gradient_accumulation_steps()
         whole = loss if scale_wrt_gas else loss * steps
         self.offload.backward(whole, **({"retain_graph": True} if retain_graph else {}))
+        if self._csv is not None:
+            self._losses.append(float(whole.detach()))
         return loss / steps if scale_wrt_gas else loss
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
@@ -56,8 +61,14 @@ class DeepSpeedEngine(Numbers, Choices, Saving, nn.Module):
         before = self.offload.global_step
         self.offload.step()
         self.micro_steps += 1
-        if self.steps_scheduler and self.offload.global_step != before:
+        if self.offload.global_step == before:
+            return
+        if self.steps_scheduler:
             self.lr_scheduler.step(**(lr_kwargs or {}))
+        if self._csv is not None and self._losses:
+            mean = sum(self._losses) / len(self._losses)
+            self._csv.write(self.global_samples, {"train_loss": mean})
+        self._losses.clear()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients of the accumulation window so far; step() has forgotten its own."""
