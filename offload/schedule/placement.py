@@ -6,9 +6,10 @@ gets.
     device budget >= largest unit's weights and gradients + persistent tensors and gradients + one
     prefetch
 
-The chunk is the largest power of two for which the preferred slots take at most half of the host
-budget, so that the rest can hold gradients: first those of the front units, which are produced
-last and needed first.
+Slots take a third of the host budget until they are as many and as large as pays, less where all
+gradients fit then; where the smallest ones need more, as few as work.  So what is left for
+gradients, weights and state grows with the budget.  Gradients of the front units come first: they
+are produced last and needed first.
 """
 
 from __future__ import annotations
@@ -19,13 +20,15 @@ from dataclasses import dataclass, replace
 
 from offload.errors import BudgetError
 from offload.partition.states import FP32_MOMENTS, StateTable
-from offload.partition.unit import STORE_ALIGN_BYTES, Unit, round_up
+from offload.partition.unit import STORE_ALIGN_BYTES, Role, Unit, round_up
 from offload.schedule.resident import Candidate, choose
 
 MAX_CHUNK_ELEMS = 1 << 20  # 4 Mi gained nothing and moved in lumps (FACTS)
 SUM_BYTES = 4  # of a gradient in a slot: any may become an fp32 sum
 MIN_FETCH, MIN_UPDATE, MIN_SPILL = 3, 2, 2
 MAX_FETCH, PREFERRED_UPDATE, PREFERRED_SPILL = 64, 16, 4
+WIDE = 16  # steps from as few slots as work to as many as pay
+SLOT_SHARE = 1 / 3  # of the host budget, unless slots need more
 
 
 @dataclass(frozen=True)
@@ -62,6 +65,7 @@ class Placement:
     spilled: frozenset[int]
     held_bytes: int
     resident: tuple[Candidate, ...] = ()  # buffers that stay
+    unwritten: frozenset[tuple[int, Role]] = frozenset()  # ... of which steps write nothing
 
     @property
     def resident_bytes(self) -> int:
@@ -108,25 +112,30 @@ def place(
     """
     multiple = formats.states.chunk_multiple
     ceiling = round_up(max((unit.num_elems for unit in units), default=1), multiple)
-    if chunk_elems is not None:
-        choices = [min(chunk_elems, ceiling)]
-    else:
-        top = min(MAX_CHUNK_ELEMS, 1 << (ceiling - 1).bit_length())
-        choices = [top >> shift for shift in range(32) if top >> shift >= multiple]
+    smallest = multiple if chunk_elems is None else min(chunk_elems, ceiling)
+    largest = smallest if chunk_elems is not None else min(MAX_CHUNK_ELEMS, ceiling)
     fixed = persistent_host_bytes(persistent)
     grads = sum(grad_bytes(unit, formats) for unit in units)
-    for preferred, share in ((True, 0.5), (True, 1.0), (False, 1.0)):
-        for chunk, spill in itertools.product(choices, (False, True)):
-            slots = _slots(chunk, ceiling, formats, preferred=preferred, spill=spill)
-            need = fixed + slots.slot_bytes + (0 if spill else grads)
-            budget = host_memory if host_memory is not None else need / share
-            if need <= budget and slots.slot_bytes <= share * budget:
-                room = budget - fixed - slots.slot_bytes
-                held = _with_gradients(slots, units, formats, fixed=fixed, room=int(room))
-                left = int(room) - held.held_bytes
-                return replace(held, resident=tuple(choose(offered, left)))
-    least = fixed + _least_slots(choices[-1], ceiling, formats).slot_bytes
-    raise BudgetError(_host_message(host_memory or 0, least, fixed, choices[-1]))
+    budget = host_memory or 0
+    if host_memory is None:
+        widest = _slots(largest, ceiling, formats, width=WIDE, spill=False)
+        budget = int((fixed + widest.slot_bytes + grads) / SLOT_SHARE)
+    options = [(chunk, WIDE) for chunk in range(largest, smallest - 1, -multiple)]
+    options += [(smallest, width) for width in range(WIDE - 1, -1, -1)]
+    for spill, (chunk, width) in itertools.product((False, True), options):
+        slots = _slots(chunk, ceiling, formats, width=width, spill=spill)
+        share = slots.slot_bytes / budget if budget else 1.0
+        room = budget - fixed - slots.slot_bytes
+        if spill:
+            fits = room >= 0 and (share <= SLOT_SHARE or width == 0)
+        else:  # narrower slots cost less than gradients that go to disk, within reason
+            most = (chunk, width) == options[0]
+            fits = room >= grads and share <= SLOT_SHARE and (share >= SLOT_SHARE / 2 or most)
+        if fits:
+            held = _with_gradients(slots, units, formats, fixed=fixed, room=room)
+            return replace(held, resident=tuple(choose(offered, room - held.held_bytes)))
+    least = fixed + _least_slots(smallest, ceiling, formats).slot_bytes
+    raise BudgetError(_host_message(budget, least, fixed, smallest))
 
 
 def host_least_bytes(units: Sequence[Unit], persistent: Unit | None, formats: Formats) -> int:
@@ -138,30 +147,31 @@ def host_least_bytes(units: Sequence[Unit], persistent: Unit | None, formats: Fo
 
 
 def _least_slots(chunk: int, ceiling: int, formats: Formats) -> Placement:
-    return _slots(chunk, ceiling, formats, preferred=False, spill=True)
+    return _slots(chunk, ceiling, formats, width=0, spill=True)
 
 
-def _slots(
-    chunk: int, ceiling: int, formats: Formats, *, preferred: bool, spill: bool
-) -> Placement:
-    chunks_of_largest = -(-ceiling // chunk)
-    fetch = min(MAX_FETCH, 2 * chunks_of_largest + 2) if preferred else MIN_FETCH
-    update = PREFERRED_UPDATE if preferred else MIN_UPDATE
+def _slots(chunk: int, ceiling: int, formats: Formats, *, width: int, spill: bool) -> Placement:
+    """Slots of `chunk` elements: as few as work (`width` 0), as many as pay (WIDE), or between."""
+    most_fetch = min(MAX_FETCH, 2 * -(-ceiling // chunk) + 2)
     # Even when nothing is spilled by plan, a second contribution may have to be (gradients.py).
-    spills = PREFERRED_SPILL if preferred and spill else MIN_SPILL
+    most_spill = PREFERRED_SPILL if spill else MIN_SPILL
     return Placement(
         chunk_elems=chunk,
-        fetch_slots=max(fetch, MIN_FETCH),
+        fetch_slots=_between(MIN_FETCH, most_fetch, width),
         fetch_slot_bytes=chunk * formats.weight,
-        update_slots=update,
+        update_slots=_between(MIN_UPDATE, PREFERRED_UPDATE, width),
         update_slot_bytes=formats.states.slot_bytes(chunk, SUM_BYTES),
-        spill_slots=spills,
+        spill_slots=_between(MIN_SPILL, most_spill, width),
         spill_slot_bytes=chunk * SUM_BYTES,
         persistent_bytes=0,
         held=frozenset(),
         spilled=frozenset(),
         held_bytes=0,
     )
+
+
+def _between(least: int, most: int, width: int) -> int:
+    return least + max(most - least, 0) * width // WIDE
 
 
 def _with_gradients(

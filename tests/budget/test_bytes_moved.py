@@ -136,7 +136,7 @@ def test_the_kernel_counts_what_we_count(overlap, folder):
 
 
 def test_gradients_that_do_not_fit_move_twice(folder):
-    traffic = two_steps(folder, host_memory="8MiB", chunk_elems=16384)
+    traffic = two_steps(folder, host_memory="4MiB", chunk_elems=16384)
     spill = {"backward.grad": 2}
     reads, writes = per_param(traffic.read), per_param(traffic.write)
     assert 0 < writes["backward.grad"] <= 2 * PADDING
