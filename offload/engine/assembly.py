@@ -40,7 +40,7 @@ from offload.schedule.placement import (
     grad_bytes,
     place,
 )
-from offload.schedule.resident import Candidate, candidates, check_forced
+from offload.schedule.resident import Candidate, candidates, check_forced, unwritten
 from offload.store.extents import UnitExtents
 from offload.store.store import Store, exists
 from offload.threads import Processors, ThreadPlan, plan_threads
@@ -115,17 +115,7 @@ def plan(model: nn.Module, config: EngineConfig, rule: Rule) -> Blueprint:
     host = config.host_memory or default_host_memory()
     units = found.units + ((found.persistent,) if found.persistent else ())
     packings = pack(rule, units)
-    # Whole tensors: the largest unit is one chunk, and the budget must hold it.
-    whole = max((round_up(unit.num_elems, CHUNK_MULTIPLE) for unit in found.units), default=None)
-    # Beside another owner nothing may be kept: it changes what is read.
-    fixed = packings or config.read_only
-    offered = [] if fixed else offer(found.units, config)
-    placement = place(
-        found.units, found.persistent, formats, host_memory=host,
-        chunk_elems=whole if packings else config.chunk_elems,
-        offered=offered,
-    )  # fmt: skip
-    check_forced(offered, placement.resident, config.placement)
+    placement = place_all(config, found, formats, host_memory=host, whole=bool(packings))
     threads = plan_threads(
         Processors.here(), beside_compute=device.type == "cpu" and config.overlap != "hold",
         update_threads=config.update_threads, update_cpus=config.update_cpus,
@@ -134,6 +124,25 @@ def plan(model: nn.Module, config: EngineConfig, rule: Rule) -> Blueprint:
         config, model, device, compute, found, formats, placement, device_memory, threads,
         plan_drives(config), rule, packings, states,
     )  # fmt: skip
+
+
+def place_all(
+    config: EngineConfig, found: Discovery, formats: Formats, *, host_memory: int, whole: bool
+) -> Placement:
+    """Divide the host budget.  `whole`: the optimizer takes whole tensors."""
+    # Then the largest unit is one chunk, and the budget must hold it.
+    largest = max((round_up(unit.num_elems, CHUNK_MULTIPLE) for unit in found.units), default=None)
+    # Beside another owner nothing may be kept: it changes what is read.
+    offered = [] if whole or config.read_only else offer(found.units, config)
+    placement = place(
+        found.units, found.persistent, formats, host_memory=host_memory,
+        chunk_elems=largest if whole else config.chunk_elems, offered=offered,
+    )  # fmt: skip
+    check_forced(offered, placement.resident, config.placement)
+    if config.durability == "none" and not config.read_only:
+        left = unwritten(found.units, found.persistent, placement.resident)
+        return replace(placement, unwritten=left)
+    return placement
 
 
 def offer(units: Sequence[Unit], config: EngineConfig) -> list[Candidate]:

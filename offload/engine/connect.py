@@ -25,8 +25,10 @@ from offload.engine.reader import Reader, current, snapshot
 from offload.engine.speculate import Assumption, Speculator
 from offload.engine.step import Groups, Stepper
 from offload.engine.updates import UpdateBuilder
+from offload.engine.write_back import WriteBack
 from offload.masters import moved_dtype
 from offload.memory.host import trim_heap
+from offload.memory.slab import Region
 from offload.metrics import Metrics
 from offload.optim.choice import progress_of
 from offload.optim.jobs import Pipeline
@@ -35,7 +37,7 @@ from offload.optim.pipeline import UpdatePipeline
 from offload.optim.rules import Progress
 from offload.optim.torch_pipeline import TorchPipeline
 from offload.optim.torch_rule import TorchRule
-from offload.partition.unit import Unit
+from offload.partition.unit import Role, Unit
 from offload.runtime.binding import BoundUnit
 from offload.runtime.device import Device, make_device
 from offload.runtime.evicted import guard_class
@@ -148,16 +150,32 @@ def _lay_ground(
         closing.callback(threads.close)
     device = make_device(blueprint.device, threads)
     units = {unit.index: unit for unit in blueprint.units}
-    ledger = Ledger(store, units, metrics, capture_late=captures.late)
     small = blueprint.found.persistent
     persistent = None
     if small is not None:
         state = memory.persistent
         persistent = PersistentState(_bind(blueprint, small), state, grad_bytes=SUM_BYTES)
+    write_back = WriteBack(
+        store, queue, metrics, units=units, regions=_unwritten(blueprint, memory, persistent)
+    )
+    ledger = Ledger(store, units, metrics, capture_late=captures.late, write_back=write_back)
     return Ground(
         blueprint, store, resumed, metrics, queue, memory, device, ledger, persistent,
         ResidentBuffers(memory.resident, queue, ledger), contextlib.ExitStack(),
     )  # fmt: skip
+
+
+def _unwritten(
+    blueprint: Blueprint, memory: HostMemory, persistent: PersistentState | None
+) -> dict[tuple[int, Role], Region]:
+    """The buffers that memory alone holds between saves."""
+    keys = blueprint.placement.unwritten
+    found = {key: region for key, region in memory.resident.items() if key in keys}
+    if persistent is not None:
+        small = persistent.unit
+        keys_of_small = ((small.index, role) for role in small.roles)
+        found |= {key: persistent.region(key[1]) for key in keys_of_small if key in keys}
+    return found
 
 
 def _bind(blueprint: Blueprint, unit: Unit) -> BoundUnit:
@@ -190,7 +208,7 @@ def _build(ground: Ground, captures: Captures) -> Parts:
     )  # fmt: skip
     ground.closing.callback(hooks.close)
     units = {unit.index: unit for unit in blueprint.units}
-    reader = Reader(ground.queue, ground.ledger, units, ground.persistent)
+    reader = Reader(ground.queue, ground.ledger, units, ground.persistent, resident=ground.resident)
     editor = Editor(
         residency, ground.ledger, reader, ground.queue, ground.persistent, idle=idle,
         resident=ground.resident, chunk_elems=blueprint.placement.chunk_elems,

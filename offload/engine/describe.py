@@ -17,7 +17,10 @@ def describe(parts: Parts) -> str:
     state = state_bytes(blueprint.units)
     num = sum(unit.num_tensor_elems for unit in blueprint.units)
     written = sum(
-        unit.byte_of(role, unit.trainable_elems) for unit in blueprint.units for role in unit.roles
+        unit.byte_of(role, unit.trainable_elems)
+        for unit in blueprint.units
+        for role in unit.roles
+        if (unit.index, role) not in placement.unwritten
     )
     folder = ", ".join(str(path) for path in parts.ground.store.folders)
     found = parts.ground.store.committed.generation if parts.ground.store.committed else 0

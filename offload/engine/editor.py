@@ -102,6 +102,7 @@ class Editor:
     def _write_back(self, changed: Sequence[BoundUnit]) -> None:
         self._stop_updates()  # those made before step() write to the same side
         self._ledger.finish()
+        self._ledger.write_back.write()
         self._ledger.store.begin([bound.unit.name for bound in changed])
         sides: dict[str, int] = {}
         for bound in changed:

@@ -47,8 +47,14 @@ class _Current:
 
 
 def exportable(parts: Parts, model: nn.Module, *, dtype: Any, notes: ModelNotes) -> Exportable:
-    """Everything that `state_dict` has.  `dtype`: a name or a torch.dtype; None: what moves."""
+    """Everything that `state_dict` has.  `dtype`: a name or a torch.dtype; None: what moves.
+
+    What steps leave in memory is written to the store first.
+    """
     ground = parts.ground
+    if ground.ledger.write_back.active:
+        ground.ledger.finish()
+        ground.ledger.write_back.write()
     chosen = _chosen_dtype(dtype, ground.blueprint.config.dtype)
     sources: dict[str, tuple[TensorEntry, Stored | Held]] = {}
     small = ground.persistent.unit if ground.persistent else None

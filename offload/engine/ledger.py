@@ -21,6 +21,7 @@ from offload.engine.generation import encode, is_same, with_late
 from offload.engine.interrupts import uninterrupted
 from offload.engine.measuring import show_update
 from offload.engine.sealing import Sealer
+from offload.engine.write_back import WriteBack
 from offload.errors import StateError, StoreError
 from offload.metrics import Metrics
 from offload.optim.jobs import Job
@@ -69,13 +70,14 @@ class Ledger:
 
     def __init__(
         self, store: Store, units: Mapping[int, Unit], metrics: Metrics, *,
-        capture_late: Callable[[], dict[str, Any]],
+        capture_late: Callable[[], dict[str, Any]], write_back: WriteBack,
     ) -> None:  # fmt: skip
         self.store = store
         self.units = units
         self.metrics = metrics
         self._capture_late = capture_late
         self.sealer = Sealer(store)
+        self.write_back = write_back
         self._pending: Pending | None = None
         self.zero_moments: set[int] = set(units)  # units whose moments were never written
         self.sides = dict.fromkeys(units, 0)
@@ -153,9 +155,13 @@ class Ledger:
     def committing(self) -> Future[Record]:
         """The record of the last step, which is committed without any further call.
 
-        What steps after step() is captured now.  Raises what went wrong so far.
+        What steps after step() is captured now.  Raises what went wrong so far.  What steps leave
+        in memory is written first.
         """
         self.engine_called()
+        if self.write_back.active:
+            self.finish()
+            self.write_back.write()
         pending = self._pending
         if pending is None:
             return run_here(lambda: _committed(self.store))
@@ -180,6 +186,7 @@ class Ledger:
                 )
                 self.abandon()
         self.finish()
+        self.write_back.write()
 
     def finish(self) -> None:
         """Wait for the pending update and its commit; raises what went wrong with either."""
@@ -215,6 +222,7 @@ class Ledger:
             for job in pending.jobs:
                 job.close()
             self._pending = None
+            self.write_back.give_up()
 
 
 def _begin_commit(
@@ -231,6 +239,12 @@ def _begin_commit(
         if error is not None:
             ledger.store.poison(error)
             raise error
+        if ledger.write_back.active:
+            sums = {
+                unit: ledger.sealer.sums_of(ledger.units[unit], made.job, made.number)
+                for unit, made in pending.made.items()
+            }
+            return ledger.write_back.remember(pending.generation, payload, sums)
         with ledger.metrics.span("commits", f"generation {pending.generation}"):
             checksums = _seal(ledger, pending, ledger.units)
             return ledger.store.commit(

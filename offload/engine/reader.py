@@ -24,6 +24,7 @@ from offload.errors import StoreError
 from offload.partition.states import BLOCK_ELEMS, MOMENTS, SCALES, STATES
 from offload.partition.unit import STORE_ALIGN_BYTES, Role, Slot, Unit, round_up
 from offload.runtime.persistent import PersistentState
+from offload.runtime.resident import ResidentBuffers
 from offload.store.store import Store
 
 PIECE_ELEMS = 1 << 20
@@ -37,8 +38,9 @@ class Reader:
 
     def __init__(
         self, queue: aio.Queue, ledger: Ledger, units: Mapping[int, Unit],
-        persistent: PersistentState | None,
+        persistent: PersistentState | None, *, resident: ResidentBuffers,
     ) -> None:  # fmt: skip
+        self._resident = resident
         self._queue = queue
         self._ledger = ledger
         self._persistent = persistent
@@ -115,6 +117,10 @@ class Reader:
             return self._persistent.data(role)[start:stop].clone()
         if stop <= start or (role in MOMENTS and unit.index in self._ledger.zero_moments):
             return torch.zeros(max(stop - start, 0), dtype=torch.uint8)
+        here = self._resident.current(unit.index, role)
+        if here is not None:
+            self._ledger.wait(unit.index)
+            return here.tensor(torch.uint8, stop - start, offset=start).clone()
         at = self._ledger.place(unit.index, role)
         first = start // STORE_ALIGN_BYTES * STORE_ALIGN_BYTES
         last = round_up(stop, STORE_ALIGN_BYTES)

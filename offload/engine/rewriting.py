@@ -51,5 +51,6 @@ def commit_rewritten(
             sides=sides, generation=ledger.generation + 1, payload=payload, flags=flags,
             checksums=checksums,
         )  # fmt: skip
+        ledger.write_back.forget()
         ledger.sides.update({unit.index: sides[unit.name] for unit in written})
         ledger.zero_moments = set(zero)

@@ -33,12 +33,16 @@ class Sealer:
 
     def seal_update(self, unit: Unit, side: int, job: Job, number: int) -> int:
         """Seal what unit `number` of an ended job wrote to `side`; return the digest."""
+        return checksum.seal(self._store.files, unit.name, side, self.sums_of(unit, job, number))
+
+    def sums_of(self, unit: Unit, job: Job, number: int) -> dict[Role, bytes]:
+        """The sums of the roles that unit `number` of an ended job wrote."""
         layout = self._store.files.layout(unit.name)
         sums = {}
         for role, found in job.checksums(number).items():
             tail = self._tail(unit.name, role, layout.constants.get(role))
             sums[role] = (tail.complete(found) if tail is not None else found).tobytes()
-        return checksum.seal(self._store.files, unit.name, side, sums)
+        return sums
 
     def seal_written(self, unit: str, side: int, *, moments: bool) -> int:
         """Seal a side by reading it back."""

@@ -64,7 +64,9 @@ class UpdateBuilder:
         `weights`: HOST addresses of the first chunks' weights, left as they are; the others are
         read (one unit only).
         """
-        self._ledger.store.begin([unit.name for unit in units])
+        written = [unit.name for unit in units if self._writes(unit)]
+        if written:
+            self._ledger.store.begin(written)
         metrics = self._ledger.metrics
         with metrics.stall("reload"):
             reloaded = self.resident.reload(unit.index for unit in units)
@@ -86,6 +88,9 @@ class UpdateBuilder:
             timed=metrics.timeline is not None,
         )  # fmt: skip
 
+    def _writes(self, unit: Unit) -> bool:
+        return not all(self._ledger.write_back.leaves(unit.index, role) for role in unit.roles)
+
     def _template(self, unit: Unit) -> UnitTemplate:
         side = self._ledger.sides[unit.index]
         zero = unit.index in self._ledger.zero_moments
@@ -103,7 +108,8 @@ class UpdateBuilder:
     def _state_place(self, unit: Unit, role: Role, zero: bool) -> StreamPlace:
         read = self._ledger.store.extent(unit.name, role, self._ledger.sides[unit.index])
         write = self._ledger.store.extent(unit.name, role, self._ledger.next_side(unit.index))
-        to = (write.file, write.offset)
+        left = self._ledger.write_back.leaves(unit.index, role)
+        to = None if left else (write.file, write.offset)
         if self._persistent is not None and unit is self._persistent.unit:
             return StreamPlace(host_address=self._persistent.region(role).address, write=to)
         here = self.resident.region(unit.index, role)

@@ -13,7 +13,8 @@ Hooks and step() count, one at a time; reading is free at any time.  `last` and 
     stalls                           seconds by "phase.cause": weights, update, commit, spill
     busy                             seconds: disk_read, disk_write, update, checksum, fill, cpu
     disk                             bytes through the queue: read, written
-    read_bytes, write_bytes          by "phase.role"; read_total, write_total: their sums
+    read_bytes, write_bytes          by "phase.role"; read_total, write_total: their sums;
+                                     phase save: what only memory held, at close, checkpoint, export
     bound                            terms, seconds, by, ratio; rates, rates_from, sentence
 
 An update's bytes belong to the step in which it is seen to have ended: normally the next one.

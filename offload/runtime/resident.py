@@ -6,7 +6,8 @@
                                      forget(u): dropped, or rewritten on disk --> STALE
 
 A buffer is read and updated in place; what the update makes is still written to the other side, so
-the committed generation is always on disk, and going back means reading it.
+the committed generation is always on disk, and going back means reading it.  With
+durability="none" nothing is: updates wait for the norm, and engine/write_back.py saves.
 """
 
 from __future__ import annotations
@@ -66,10 +67,14 @@ class ResidentBuffers:
 
     def weights(self, unit: int, roles: Iterable[Role]) -> list[Region] | None:
         """The current weights of a unit, if all of `roles` are here; waits for nothing."""
-        if self._holding.get(unit) is not Holding.CURRENT:
+        if not self._is_current(unit):
             return None
         found = [self._regions.get((unit, role)) for role in roles]
         return [region for region in found if region is not None] if all(found) else None
+
+    def current(self, unit: int, role: Role) -> Region | None:
+        """What readers of a role may look at, once its unit's update has ended; None: the store."""
+        return self._regions.get((unit, role)) if self._is_current(unit) else None
 
     def region(self, unit: int, role: Role) -> Region | None:
         """Where an update of the unit works on `role`; call `reload` first."""
@@ -116,3 +121,6 @@ class ResidentBuffers:
         for unit in units:
             if unit in self._holding:
                 self._holding[unit] = Holding.STALE
+
+    def _is_current(self, unit: int) -> bool:
+        return self._holding.get(unit) is Holding.CURRENT

@@ -7,7 +7,7 @@ A step uses units in a cycle, so keeping what was used last would never hit: the
     state     read once, for the update                      units spread evenly over the order, so
                                                              that reads stay even over a step
 
-Residency saves reads; every generation is still written.
+Residency saves reads; every generation is still written, unless durability is "none".
 """
 
 from __future__ import annotations
@@ -65,6 +65,24 @@ def choose(offered: Iterable[Candidate], room: int) -> list[Candidate]:
             chosen.append(candidate)
             room -= candidate.num_bytes
     return chosen
+
+
+def unwritten(
+    units: Sequence[Unit], persistent: Unit | None, resident: Sequence[Candidate]
+) -> frozenset[tuple[int, Role]]:
+    """The buffers that nobody reads from disk in a step, so that none need be written.
+
+    A fetch reads all roles of a unit's weights unless all of them stay.  Small tensors always stay.
+    """
+    stay = {(each.unit, each.role) for each in resident}
+    found = set(stay)
+    for unit in units:
+        weights = {(unit.index, role) for role in unit.states.weights.fetched}
+        if not weights <= stay:
+            found -= weights
+    if persistent is not None and (found or not units):
+        found |= {(persistent.index, role) for role in persistent.roles}
+    return frozenset(found)
 
 
 def check_forced(offered: Sequence[Candidate], chosen: Sequence[Candidate], wanted: Wanted) -> None:

@@ -4,7 +4,7 @@
                anew, but in layer-major order
     backward   the same, less the unit with which forward ended; gradients that are spilled
     update     every role of every unit with gradients: read, unless it stays or is made from the
-               master, and written
+               master, and written, unless memory alone keeps it (durability "none")
 
 Under the assumption of the trace: every trainable parameter gets a gradient, nothing is clipped
 where updates run ahead.  These read less by what `lent` says at most: weights fetched for backward
@@ -95,7 +95,8 @@ def step_traffic(layout: Layout, uses: Uses, *, first: bool = False) -> Traffic:
     lent = 0
     for unit in layout.all_units:
         for role, num_bytes in update_bytes(layout, unit):
-            written[f"update.{role.value}"] += num_bytes
+            if (unit.index, role) not in layout.placement.unwritten:
+                written[f"update.{role.value}"] += num_bytes
             made = (first and role in MOMENTS) or role in unit.states.weights.made
             if not layout.stays(unit, role) and not made:
                 read[f"update.{role.value}"] += num_bytes

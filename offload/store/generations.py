@@ -45,6 +45,7 @@ class Generations:
         self._manifest = manifest
         self._durability = durability
         self._begun = True  # the spare sides may be written
+        self._ahead = False  # the disk does not hold `committed`: memory does
         self._refusal: str | None = None  # why nothing more may be committed
         self._broken = False  # a write or flush of our own failed: touch nothing
 
@@ -68,15 +69,21 @@ class Generations:
                 self._log.retire(self.committed.sequence)
         self._begun = True
 
-    def commit(self, changes: Changes) -> Record:
-        """Make the generation that `changes` describe the one that counts."""
+    def commit(self, changes: Changes, *, in_memory: bool = False) -> Record:
+        """Make the generation that `changes` describe the one that counts.
+
+        `in_memory`: in this process alone, for whoever keeps in memory what is not on the disk.
+        """
         self.check_writable()
-        record = self._next_record(changes)
+        record = self._next_record(changes, begun=self._begun or in_memory)
+        if in_memory:
+            self.committed, self._ahead = record, True
+            return record
         with self._poisoning(f"generation {record.generation} cannot be committed"):
             if record.flushed:
                 self._files.flush(self._unflushed(record))
             self._log.write(record, flush=record.flushed)
-        self.committed, self._begun = record, False
+        self.committed, self._begun, self._ahead = record, False, False
         return record
 
     def flush(self) -> None:
@@ -86,7 +93,7 @@ class Generations:
         """
         last = self.committed
         overwriting = self._begun and self._manifest.num_sides == 1
-        if last is None or last.flushed or overwriting or self._broken:
+        if last is None or last.flushed or overwriting or self._ahead or self._broken:
             return
         record = replace(last, sequence=last.sequence + 1, flushed=True, boot_id=boot_id())
         with self._poisoning(f"generation {last.generation} cannot be flushed"):
@@ -110,7 +117,7 @@ class Generations:
         self._log.close()
         self.refuse("it is closed.")
 
-    def _next_record(self, changes: Changes) -> Record:
+    def _next_record(self, changes: Changes, *, begun: bool) -> Record:
         last = self.committed
         sides = {**(last.sides if last else {}), **changes.sides}
         self._check_sides(sides)
@@ -118,7 +125,7 @@ class Generations:
         if generation is None:
             generation = last.generation + 1 if last else 0
         new = last is None or generation != last.generation or sides != last.sides
-        if new and not self._begun:
+        if new and not begun:
             raise StateError(
                 f"commit of generation {generation}: expected begin() before its first write."
             )

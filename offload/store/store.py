@@ -217,6 +217,7 @@ class Store(contextlib.AbstractContextManager["Store"]):
         payload: bytes = b"",
         flags: Mapping[str, UnitFlag] | None = None,
         checksums: Mapping[str, int] | None = None,
+        in_memory: bool = False,
     ) -> Record:
         """Make `sides` the generation that counts, with the engine's state in `payload`.
 
@@ -224,7 +225,8 @@ class Store(contextlib.AbstractContextManager["Store"]):
         checksums; the first commit names all.  `generation` defaults to the next number; the
         same number again (a new payload only) needs no `begin`.  `checksums` holds the digest of
         each filled checksum extent.  With durability "step" it returns when everything is on the
-        drive.  A failure raises `StoreError` and refuses all further writes.
+        drive.  A failure raises `StoreError` and refuses all further writes.  `in_memory`: nothing
+        is written, the generation counts for this process until a later commit.
         """
         record = self.generations.commit(
             Changes(
@@ -233,9 +235,11 @@ class Store(contextlib.AbstractContextManager["Store"]):
                 payload=payload,
                 flags=flags or {},
                 checksums=checksums or {},
-            )
+            ),
+            in_memory=in_memory,
         )
-        self._writable.clear()
+        if not in_memory:
+            self._writable.clear()
         return record
 
     def poison(self, error: BaseException) -> None:
