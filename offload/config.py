@@ -38,13 +38,16 @@ _SCALING = (
     "loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis",
     "consecutive_hysteresis", "min_loss_scale",
 )  # fmt: skip
-PLACES = ("auto", "host", "disk")
+PLACES = ("auto", "device", "host", "disk")
 ORDERS = ("horizontal", "layer")
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """Where weights and state shall live: "host", "disk", or "auto": in HOST memory what fits."""
+    """Where weights and state shall live: "device", "host", "disk", or "auto": what fits stays.
+
+    Weights on the device stay gathered there; the host budget keeps them too as far as it can.
+    """
 
     weights: str = "auto"
     state: str = "auto"
@@ -73,7 +76,7 @@ class EngineConfig:
     device_memory: int | None = None
     chunk_elems: int | None = None
     durability: str = "process"
-    placement: Wanted = Wanted()  # "auto", "host", "disk", or {"weights": ..., "state": ...}
+    placement: Wanted = Wanted()  # one of PLACES, or {"weights": ..., "state": ...}
     order: str = "horizontal"  # of a step's micro-steps in train_batch; "layer": unit by unit
     overlap: str = "auto"  # speculate: update during backward; hold: at step(); auto: as it pays
     device: torch.device | None = None

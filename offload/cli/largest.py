@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from offload.engine.assembly import Blueprint
 from offload.errors import BudgetError
 from offload.partition.unit import Unit
+from offload.schedule.device import device_least_bytes
 from offload.schedule.generic import WIDTH_MULTIPLE, DecoderShape
-from offload.schedule.placement import device_least_bytes, grad_bytes, place
+from offload.schedule.placement import grad_bytes, place
 from offload.store.extents import UnitExtents, lay_out_file
 
 MOST_STEPS = 700  # of width: nine million million parameters

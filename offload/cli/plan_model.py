@@ -28,7 +28,8 @@ from offload.optim.choice import choose
 from offload.profile import choose as choose_profiles
 from offload.profile import remember
 from offload.schedule.account import account
-from offload.schedule.placement import device_least_bytes, host_least_bytes, place
+from offload.schedule.device import device_least_bytes
+from offload.schedule.placement import host_least_bytes, place
 from offload.schedule.predict import Speeds, Threads, predict
 from offload.schedule.work import Work
 

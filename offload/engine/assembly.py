@@ -32,15 +32,21 @@ from offload.partition.states import WHOLE_STATE_BYTES, Role, StateTable
 from offload.partition.unit import Unit, round_up
 from offload.partition.weights import Weights
 from offload.runtime.discover import Discovery, discover
-from offload.schedule.placement import (
-    Formats,
-    Placement,
+from offload.schedule.device import (
     check_device,
+    choose_kept,
     device_least_bytes,
-    grad_bytes,
-    place,
+    other_bytes,
+    weight_bytes,
 )
-from offload.schedule.resident import Candidate, candidates, check_forced, unwritten
+from offload.schedule.placement import Formats, Placement, grad_bytes, place
+from offload.schedule.resident import (
+    Candidate,
+    candidates,
+    check_forced,
+    states_of,
+    unwritten,
+)
 from offload.store.extents import UnitExtents
 from offload.store.store import Store, exists
 from offload.threads import Processors, ThreadPlan, plan_threads
@@ -77,16 +83,14 @@ class Blueprint:
 
         `max_live_parameters` bounds it, but for the largest unit and one prefetch.
         """
-        size = self.formats.compute_of
-        largest = max((u.trainable_elems * size(u) for u in self.found.units), default=0)
-        persistent = self.found.persistent
-        fixed = 0
-        if persistent:
-            fixed = (persistent.num_elems + persistent.trainable_elems) * size(persistent)
-        room = self.device_memory - largest - fixed
+        found, placement = self.found, self.placement
+        kept = [unit for unit in found.units if unit.index in placement.kept]
+        taken = other_bytes(found.units, found.persistent, self.formats)
+        taken += weight_bytes(kept, self.formats) + placement.on_device_bytes
+        room = self.device_memory - taken
         if self.config.max_live_parameters is None:
             return room
-        whole = max((u.num_elems * size(u) for u in self.found.units), default=0)
+        whole = max((weight_bytes([unit], self.formats) for unit in found.units), default=0)
         live = self.config.max_live_parameters * self.compute_dtype.itemsize
         return min(room, max(live, 2 * whole))
 
@@ -94,6 +98,7 @@ class Blueprint:
 def plan(model: nn.Module, config: EngineConfig, rule: Rule) -> Blueprint:
     """Decide everything; raises ConfigError or BudgetError."""
     device = config.device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    _check_place(config, device)
     compute = config.compute_dtype or default_compute_dtype(device, config.dtype)
     weights = Weights(str(config.dtype).removeprefix("torch."))
     states = replace(choose_states(rule, config.state_dtype), weights=weights)
@@ -108,14 +113,12 @@ def plan(model: nn.Module, config: EngineConfig, rule: Rule) -> Blueprint:
         weight=max((u.states.weights.fetched_bytes for u in found.units), default=2),
         compute=compute.itemsize, grad=4 if several else config.dtype.itemsize, states=states,
     )  # fmt: skip
-    least = device_least_bytes(found.units, found.persistent, formats)
-    largest = max((u.num_elems * formats.compute_of(u) for u in found.units), default=0)
-    device_memory = config.device_memory or _free_device(device, least + largest)
-    check_device(device_memory, found.units, found.persistent, formats)
+    device_memory = config.device_memory or _free_device(device, found, formats, config)
     host = config.host_memory or default_host_memory()
     units = found.units + ((found.persistent,) if found.persistent else ())
     packings = pack(rule, units)
     placement = place_all(config, found, formats, host_memory=host, whole=bool(packings))
+    placement = place_on_device(config, found, formats, placement, device_memory=device_memory)
     threads = plan_threads(
         Processors.here(), beside_compute=device.type == "cpu" and config.overlap != "hold",
         update_threads=config.update_threads, update_cpus=config.update_cpus,
@@ -139,19 +142,47 @@ def place_all(
         chunk_elems=largest if whole else config.chunk_elems, offered=offered,
     )  # fmt: skip
     check_forced(offered, placement.resident, config.placement)
-    if config.durability == "none" and not config.read_only:
-        left = unwritten(found.units, found.persistent, placement.resident)
-        return replace(placement, unwritten=left)
     return placement
+
+
+def place_on_device(
+    config: EngineConfig, found: Discovery, formats: Formats, placement: Placement, *,
+    device_memory: int,
+) -> Placement:  # fmt: skip
+    """Divide the device budget; raises BudgetError where it cannot hold what it must."""
+    state: list[Candidate] = []
+    if config.placement.state == "device" and not config.read_only:
+        state = list(states_of(found.units, _role_bytes))
+    num_bytes = sum(each.num_bytes for each in state)
+    check_device(device_memory, found.units, found.persistent, formats, state=num_bytes)
+    wanted = config.placement
+    if wanted.weights == "auto" and config.max_live_parameters is not None:
+        wanted = replace(wanted, weights="disk")  # a bound on what is gathered
+    kept = choose_kept(
+        found.units, device_memory, formats, wanted=wanted,
+        taken=other_bytes(found.units, found.persistent, formats) + num_bytes,
+    )  # fmt: skip
+    left: frozenset[tuple[int, Role]] = frozenset()
+    if config.durability == "none" and not config.read_only:
+        left = unwritten(found.units, found.persistent, [*placement.resident, *state])
+    return replace(placement, kept=kept, on_device=tuple(state), unwritten=left)
 
 
 def offer(units: Sequence[Unit], config: EngineConfig) -> list[Candidate]:
     """What may stay in host memory."""
+    return list(candidates(units, _role_bytes, wanted=config.placement))
 
-    def role_bytes(unit: Unit, role: Role) -> int:
-        return UnitExtents.of(unit).role_bytes[role]
 
-    return list(candidates(units, role_bytes, wanted=config.placement))
+def _role_bytes(unit: Unit, role: Role) -> int:
+    return UnitExtents.of(unit).role_bytes[role]
+
+
+def _check_place(config: EngineConfig, device: torch.device) -> None:
+    if config.placement.state == "device" and device.type != "cpu":
+        raise ConfigError(
+            f"placement: expected state in 'host', 'disk' or 'auto' with device {device}, got"
+            " 'device'. Updates run on the processor: state on that device would travel at each."
+        )
 
 
 def choose_states(rule: Rule, dtype: str) -> StateTable:
@@ -224,11 +255,21 @@ def default_host_memory() -> int:
     return available // 2
 
 
-def _free_device(device: torch.device, cpu_default: int) -> int:
-    if device.type != "cuda":
-        return cpu_default
-    free, _ = torch.cuda.mem_get_info(device)
-    return int(0.8 * free)
+def _free_device(
+    device: torch.device, found: Discovery, formats: Formats, config: EngineConfig
+) -> int:
+    """What there is, or, where it is ordinary memory, three largest units and what is asked for."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return int(0.8 * free)
+    units = found.units
+    needed = device_least_bytes(units, found.persistent, formats)
+    needed += max((weight_bytes([unit], formats) for unit in units), default=0)
+    if config.placement.weights == "device":
+        needed += weight_bytes(units, formats)
+    if config.placement.state == "device":
+        needed += sum(each.num_bytes for each in states_of(units, _role_bytes))
+    return needed
 
 
 def describe_layout(blueprint: Blueprint) -> dict[str, Any]:
@@ -315,14 +356,16 @@ class HostMemory:
 def divide(blueprint: Blueprint) -> HostMemory:
     """Allocate the host budget as the placement says."""
     p = blueprint.placement
-    slab = Slab(p.total_bytes)
+    # On a CPU the device is this memory too (DESIGN M1); elsewhere no state is placed there.
+    slab = Slab(p.total_bytes + p.on_device_bytes)
     persistent = slab.region(p.persistent_bytes)
     held = {
         unit.index: slab.region(grad_bytes(unit, blueprint.formats))
         for unit in blueprint.found.units
         if unit.index in p.held
     }
-    resident = {(each.unit, each.role): slab.region(each.num_bytes) for each in p.resident}
+    stays = (*p.resident, *p.on_device)
+    resident = {(each.unit, each.role): slab.region(each.num_bytes) for each in stays}
     fetch = slab.region(p.fetch_slots * p.fetch_slot_bytes)
     update = slab.region(p.update_slots * p.update_slot_bytes)
     spill = slab.region(p.spill_slots * p.spill_slot_bytes)

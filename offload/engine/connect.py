@@ -182,7 +182,8 @@ def _bind(blueprint: Blueprint, unit: Unit) -> BoundUnit:
     parameters = blueprint.found.parameters
     exact = unit.states.weights.exact
     dtype = torch.float32 if exact else blueprint.compute_dtype
-    return BoundUnit(unit, parameters, dtype=dtype, device=blueprint.device)
+    stays = unit.index in blueprint.placement.kept
+    return BoundUnit(unit, parameters, dtype=dtype, device=blueprint.device, stays=stays)
 
 
 def _build(ground: Ground, captures: Captures) -> Parts:

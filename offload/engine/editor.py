@@ -74,6 +74,7 @@ class Editor:
             for index in held:
                 self._residency.release(index)
                 self._residency.evict(index)
+                self._residency.bound[index].outdate()  # an edit may be more exact than a fill
 
     def _bound(self, index: int) -> BoundUnit:
         if self._persistent is not None and index == self._persistent.unit.index:

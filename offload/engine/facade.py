@@ -269,7 +269,8 @@ class OffloadEngine:
         for anything but an earlier checkpoint.  On the store's file system files are linked,
         elsewhere they are copied in the background; the ticket's `wait()` returns when all is
         complete and flushed, and only then `tag` and `latest` name it; it raises StoreError if
-        that step is lost.  `tag`: default global_step<n>.  `keep`: remove all but the newest n.
+        that step is lost.  With durability="none", what stays in memory is written first.
+        `tag`: default global_step<n>.  `keep`: remove all but the newest n.
         Raises StoreError where there is no space; training can go on.
         """
         self._check_open()
@@ -387,6 +388,8 @@ class _EngineStepper:
         with parts.ground.metrics.phase("step"):
             order = parts.residency.order()
             outcome = parts.stepper.step(parts.speculator, order=order, capture=capture)
+            for unit in outcome.units:
+                parts.residency.bound[unit].outdate()
             if outcome.updated and parts.ground.persistent is not None:
                 parts.ground.persistent.refresh(parts.ground.device)
         engine.grad_norm = outcome.grad_norm

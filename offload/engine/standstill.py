@@ -22,6 +22,8 @@ def stop(parts: Parts) -> None:
 def refresh(parts: Parts) -> None:
     """Give memory what was committed: the small tensors, and what is resident."""
     ground = parts.ground
+    for bound in parts.residency.bound:
+        bound.outdate()
     ground.resident.rewritten(unit.index for unit in ground.blueprint.units)
     if ground.persistent is not None:
         read_persistent(ground.ledger, ground.queue, ground.persistent)

@@ -33,6 +33,7 @@ class Outcome:
     grad_norm: float
     skipped: bool
     updated: tuple[str, ...]  # parameters
+    units: tuple[int, ...] = ()  # that hold them, small tensors apart
 
 
 @dataclass(frozen=True)
@@ -108,7 +109,8 @@ class Stepper:
         self._scale.update(overflow=False)  # before the state is captured
         self._submit(rows, made, order, capture)
         self._clear()
-        return Outcome(norm, False, tuple(rows.row_of))
+        small = {self._persistent.index} if self._persistent else set()
+        return Outcome(norm, False, tuple(rows.row_of), tuple(made.keys() - small))
 
     def kept_norm(self) -> float:
         """The norm that step() would find now; waits for gradients on their way to disk."""

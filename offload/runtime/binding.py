@@ -3,6 +3,9 @@
     present   parameters are views of flat    [ trainable 0 | pad | trainable 1 | ... | frozen ]
     evicted   parameters wear the guard class over one NaN, expanded to their shape
 
+A unit that stays on the device keeps its storage while evicted, and needs no fill while that is
+fresh: until a step or an edit makes it old.
+
 A storage is never freed under a view: whoever still holds one (a recomputed segment, the user)
 keeps that memory alive, and code that reads below torch's overrides finds NaN, not a crash.
 """
@@ -24,7 +27,7 @@ from offload.runtime.evicted import EvictedParameter
 class Presence(enum.Enum):
     """Where the weights of a unit are, as far as the device knows."""
 
-    EVICTED = "storage freed; parameters wear the guard class; only the store (or slots) holds them"
+    EVICTED = "storage freed, or put aside by a unit that stays; parameters wear the guard class"
     FILLING = "storage allocated, contents undefined; only the fetch in progress may touch it"
     PRESENT = "storage filled; parameters are plain and readable"
 
@@ -34,10 +37,12 @@ class BoundUnit:
 
     def __init__(
         self, unit: Unit, parameters: Mapping[str, nn.Parameter], *,
-        dtype: torch.dtype, device: torch.device,
+        dtype: torch.dtype, device: torch.device, stays: bool = False,
     ) -> None:  # fmt: skip
-        """Bind nothing yet: call `hold` or `let_go`."""
+        """Bind nothing yet: call `hold` or `evict`.  `stays`: the storage is kept for good."""
         self.unit = unit
+        self.stays = stays
+        self.fresh = False  # the kept storage holds the current weights
         self.parameters = [parameters[slot.tensor.name] for slot in unit.slots]
         self.dtype = dtype
         self.presence = Presence.PRESENT
@@ -56,6 +61,11 @@ class BoundUnit:
         """All weights, (num_elems,); while filling or present."""
         assert self._flat is not None, self.unit.name
         return self._flat
+
+    @property
+    def is_away(self) -> bool:
+        """True when its next use needs a fill."""
+        return self.presence is Presence.EVICTED and not self.fresh
 
     def owns(self, storage: torch.UntypedStorage) -> bool:
         """True when `storage` is the one under the present weights."""
@@ -82,11 +92,13 @@ class BoundUnit:
     def begin_fill(self) -> None:
         """EVICTED -> FILLING: allocate the storage."""
         self._move(Presence.EVICTED, Presence.FILLING)
-        self._flat = new_storage(self.unit.num_elems, self.dtype, self._device)
+        if self._flat is None:
+            self._flat = new_storage(self.unit.num_elems, self.dtype, self._device)
 
     def end_fill(self) -> None:
         """FILLING -> PRESENT: parameters become plain views."""
         self._move(Presence.FILLING, Presence.PRESENT)
+        self.fresh = self.stays
         places = zip(self.unit.slots, self.parameters, self._classes, strict=True)
         for slot, parameter, plain in places:
             parameter.__class__ = plain
@@ -94,12 +106,17 @@ class BoundUnit:
 
     def evict(self, guard: type[EvictedParameter]) -> None:
         """PRESENT or FILLING -> EVICTED: drop the storage, dress the parameters in `guard`."""
+        if self.presence is Presence.FILLING or not self.fresh:
+            self._flat, self.fresh = None, False
         if self.presence is Presence.PRESENT:
             for slot, parameter in zip(self.unit.slots, self.parameters, strict=True):
                 _empty(parameter, self._hole.expand(slot.tensor.shape))
                 parameter.__class__ = guard
         self.presence = Presence.EVICTED
-        self._flat = None
+
+    def outdate(self) -> None:
+        """The weights have changed elsewhere: once evicted, it is filled again before its use."""
+        self.fresh = False
 
     def _move(self, expected: Presence, to: Presence) -> None:
         assert self.presence is expected, (self.unit.name, self.presence, to)

@@ -93,7 +93,8 @@ class Residency:
         self._make_room(bound)
         bound.begin_fill()
         try:
-            self._fetcher.fill(bound)
+            if not bound.fresh:
+                self._fetcher.fill(bound)
         except BaseException:
             bound.evict(self._guard)
             raise
@@ -102,14 +103,14 @@ class Residency:
         self._recent.append(bound.unit.index)
 
     def evict(self, index: int) -> None:
-        """Free a unit's storage, if it has one and nobody holds it."""
+        """Free a unit's storage, if nobody holds it; one that stays on the device is put aside."""
         bound = self.bound[index]
         if bound.presence is Presence.EVICTED or bound.holds:
             return
         self.present.pop(bound.storage_id, None)
         bound.evict(self._guard)
         self.loans.drop(index)
-        self._metrics.evictions[bound.unit.name] += 1
+        self._metrics.evictions[bound.unit.name] += not bound.stays
         if index in self._recent:
             self._recent.remove(index)
 
@@ -129,9 +130,7 @@ class Residency:
 
     def look_ahead(self, phase: Phase) -> None:
         """Prefetch what `phase` uses next."""
-        coming = self._horizon.ahead(
-            phase, lambda index: self.bound[index].presence is Presence.EVICTED
-        )
+        coming = self._horizon.ahead(phase, lambda index: self.bound[index].is_away)
         self._fetcher.prefetch([self.bound[index].unit for index in coming])
 
     def kept_for_backward(self) -> set[int]:
@@ -148,15 +147,19 @@ class Residency:
         return self._horizon[phase].order
 
     def _make_room(self, bound: BoundUnit) -> None:
-        present = sum(self.bound[index].weight_bytes for index in self._recent)
-        for index in list(self._recent):
+        """Units that stay have room of their own."""
+        if bound.stays:
+            return
+        others = [index for index in self._recent if not self.bound[index].stays]
+        present = sum(self.bound[index].weight_bytes for index in others)
+        for index in others:
             if present + bound.weight_bytes <= self._capacity:
                 return
             if not self._uses[index] and not self.bound[index].holds:
                 present -= self.bound[index].weight_bytes
                 self.evict(index)
         if present + bound.weight_bytes > self._capacity:
-            names = ", ".join(self.bound[index].unit.name for index in self._recent)
+            names = ", ".join(self.bound[i].unit.name for i in others if self._uses[i])
             raise BudgetError(
                 f"device_memory is too small for unit {bound.unit.name!r}: expected"
                 f" {present + bound.weight_bytes:,} bytes for weights, of which {present:,} are"

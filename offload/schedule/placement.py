@@ -1,10 +1,10 @@
-"""Divide the two budgets: what is held where, how large a chunk is, how many slots each stream
+"""Divide the host budget: what is held where, how large a chunk is, how many slots each stream
 gets.
 
     host budget  = persistent state + fetch, update and spill slots + held gradients + resident
                    (small tensors)    (weights in, the chain, gradients out)         (resident.py)
-    device budget >= largest unit's weights and gradients + persistent tensors and gradients + one
-    prefetch
+
+The device budget is divided in device.py.
 
 Slots take a third of the host budget until they are as many and as large as pays, less where all
 gradients fit then; where the smallest ones need more, as few as work.  So what is left for
@@ -64,12 +64,23 @@ class Placement:
     held: frozenset[int]  # units whose gradients stay in host memory
     spilled: frozenset[int]
     held_bytes: int
-    resident: tuple[Candidate, ...] = ()  # buffers that stay
+    resident: tuple[Candidate, ...] = ()  # buffers that stay in host memory
+    on_device: tuple[Candidate, ...] = ()  # ... and in the device budget
+    kept: frozenset[int] = frozenset()  # units whose weights stay gathered on the device
     unwritten: frozenset[tuple[int, Role]] = frozenset()  # ... of which steps write nothing
 
     @property
     def resident_bytes(self) -> int:
         return sum(each.num_bytes for each in self.resident)
+
+    @property
+    def on_device_bytes(self) -> int:
+        return sum(each.num_bytes for each in self.on_device)
+
+    def stays(self, unit: int, role: Role) -> bool:
+        """True when this buffer is not read in a step."""
+        both = (*self.resident, *self.on_device)
+        return any((each.unit, each.role) == (unit, role) for each in both)
 
     @property
     def slot_bytes(self) -> int:
@@ -198,39 +209,3 @@ def _host_message(host_memory: int, least: int, fixed: int, chunk: int) -> str:
         f" {chunk:,} elements)."
         f" Set host_memory={least} or more."
     )
-
-
-def device_least_bytes(units: Sequence[Unit], persistent: Unit | None, formats: Formats) -> int:
-    """The least `device_memory` (DESIGN M2)."""
-    return sum(size for _, size in _device_parts(units, persistent, formats))
-
-
-def _device_parts(
-    units: Sequence[Unit], persistent: Unit | None, formats: Formats
-) -> list[tuple[str, int]]:
-    largest = max(units, key=lambda u: u.num_elems * formats.compute_of(u), default=None)
-    parts: list[tuple[str, int]] = []
-    if largest is not None:
-        weights = largest.num_elems * formats.compute_of(largest)
-        parts.append((f"weights of the largest unit {largest.name!r}", weights))
-        parts.append(("its gradients", largest.trainable_elems * formats.compute_of(largest)))
-        parts.append(("one prefetch", weights))
-    if persistent is not None:
-        size = formats.compute_of(persistent)
-        parts.append(("small tensors", persistent.num_elems * size))
-        parts.append(("their gradients", persistent.trainable_elems * size))
-    return parts
-
-
-def check_device(
-    device_memory: int, units: Sequence[Unit], persistent: Unit | None, formats: Formats
-) -> None:
-    """Raise BudgetError, with the sum, unless the device can hold the largest unit at work."""
-    parts = _device_parts(units, persistent, formats)
-    least = sum(size for _, size in parts)
-    if device_memory < least:
-        arithmetic = " + ".join(f"{size:,} ({what})" for what, size in parts)
-        raise BudgetError(
-            f"device_memory is too small: expected at least {least:,} bytes = {arithmetic},"
-            f" got {device_memory:,}. Set device_memory={least} or more."
-        )

@@ -144,11 +144,16 @@ def _unit_plan(layout: Layout, unit: Unit) -> UnitPlan:
     states = [role for role in unit.roles if role not in weights]
     gradients = "disk" if unit.index in layout.placement.spilled else "host"
     trains = bool(unit.trainable_elems)
+    roles = [role for role in states if unit.role_bytes(role)]
+    on_device = {(each.unit, each.role) for each in layout.placement.on_device}
+    state = _place([layout.stays(unit, role) for role in roles])
+    if roles and all((unit.index, role) in on_device for role in roles):
+        state = "device"
+    kept = unit.index in layout.placement.kept
     return UnitPlan(
         unit.name, unit.num_tensor_elems,
-        _place([layout.stays(unit, role) for role in weights]),
-        _place([layout.stays(unit, role) for role in states if unit.role_bytes(role)]),
-        gradients if trains else "-",
+        "device" if kept else _place([layout.stays(unit, role) for role in weights]),
+        state, gradients if trains else "-",
     )  # fmt: skip
 
 

@@ -4,7 +4,8 @@
     backward   a unit's weights and its gradients, beside those of the unit before it: backward
                reaches a unit when the last gradients of the one behind it are about to be complete
 
-Persistent tensors stay, with their gradients.  Activations are not counted.
+Persistent tensors stay, with their gradients, and so does what is placed there.  Activations are
+not counted.
 """
 
 from __future__ import annotations
@@ -19,6 +20,9 @@ def device_peak_bytes(layout: Layout, uses: Uses) -> int:
     grads = {unit.index: unit.trainable_elems * size(unit) for unit in layout.units}
     small = layout.persistent
     fixed = (small.num_elems + small.trainable_elems) * size(small) if small else 0
+    fixed += sum(weights[index] for index in layout.placement.kept)
+    fixed += layout.placement.on_device_bytes
+    weights.update(dict.fromkeys(layout.placement.kept, 0))  # counted, whether in use or not
     forward = max((weights[index] for index in uses.forward), default=0)
     backward = max((weights[index] + grads[index] for index in uses.backward), default=0)
     return fixed + max(forward, backward)

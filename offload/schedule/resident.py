@@ -33,7 +33,7 @@ class Candidate:
 def candidates(
     units: Sequence[Unit], role_bytes: Callable[[Unit, Role], int], *, wanted: Wanted
 ) -> Iterator[Candidate]:
-    """What may stay, most useful first.  `units` are in forward order.
+    """What may stay in host memory, most useful first.  `units` are in forward order.
 
     What a fetch brings counts as weights, the rest of a unit's roles as state.
     """
@@ -41,7 +41,7 @@ def candidates(
         for unit in units:
             for role in unit.states.weights.fetched:
                 yield from _candidate(unit, role, role_bytes, reads=2)
-    if wanted.state != "disk":
+    if wanted.state in ("auto", "host"):
         for position in spread_order(len(units)):
             unit = units[position]
             for role in unit.roles:
@@ -55,6 +55,13 @@ def _candidate(
     num_bytes = round_up(role_bytes(unit, role), STORE_ALIGN_BYTES)
     if num_bytes:
         yield Candidate(unit.index, role, num_bytes, reads)
+
+
+def states_of(
+    units: Sequence[Unit], role_bytes: Callable[[Unit, Role], int]
+) -> Iterator[Candidate]:
+    """All state, for a place that is asked for."""
+    yield from candidates(units, role_bytes, wanted=Wanted(weights="disk", state="host"))
 
 
 def choose(offered: Iterable[Candidate], room: int) -> list[Candidate]:

@@ -1,8 +1,8 @@
 """What a step moves between DISK and HOST: the exact account that the counters must equal (T3).
 
     forward    weights of each unit on the trace, unless they stay in host memory; each micro-step
-               anew, but in layer-major order
-    backward   the same, less the unit with which forward ended; gradients that are spilled
+               anew, but in layer-major order, and for units that stay on the device
+    backward   the same, less those and the unit with which forward ended; spilled gradients
     update     every role of every unit with gradients: read, unless it stays or is made from the
                master, and written, unless memory alone keeps it (durability "none")
 
@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from offload.partition.chunk import chunks_of, segments_of, state_chunks
 from offload.partition.states import MOMENTS
 from offload.partition.unit import STORE_ALIGN_BYTES, Role, Unit, round_up
+from offload.schedule.device import weight_bytes
 from offload.schedule.placement import Formats, Placement
 
 
@@ -64,7 +65,7 @@ class Layout:
     persistent: Unit | None
     placement: Placement
     formats: Formats
-    weight_capacity: int  # DEVICE bytes for weights of units
+    weight_capacity: int  # DEVICE bytes for weights of units that come and go
 
     @property
     def all_units(self) -> tuple[Unit, ...]:
@@ -79,7 +80,7 @@ class Layout:
         """True when this buffer is not read in a step."""
         if self.persistent is not None and unit.index == self.persistent.index:
             return True
-        return any((each.unit, each.role) == (unit.index, role) for each in self.placement.resident)
+        return self.placement.stays(unit.index, role)
 
 
 def step_traffic(layout: Layout, uses: Uses, *, first: bool = False) -> Traffic:
@@ -89,9 +90,9 @@ def step_traffic(layout: Layout, uses: Uses, *, first: bool = False) -> Traffic:
     forward, backward = fetches(layout, uses)
     for phase, fetched in (("forward", forward), ("backward", backward)):
         for index in fetched:
+            times = 1 if index in layout.placement.kept else uses.passes
             for role in layout.units[index].states.weights.fetched:
-                num_bytes = _fetch_bytes(layout, index, role)
-                read[f"{phase}.{role.value}"] += uses.passes * num_bytes
+                read[f"{phase}.{role.value}"] += times * _fetch_bytes(layout, index, role)
     lent = 0
     for unit in layout.all_units:
         for role, num_bytes in update_bytes(layout, unit):
@@ -106,15 +107,22 @@ def step_traffic(layout: Layout, uses: Uses, *, first: bool = False) -> Traffic:
 
 
 def fetches(layout: Layout, uses: Uses) -> tuple[list[int], list[int]]:
-    """The units that forward and backward of a micro-step fetch, in order."""
+    """The units that forward and backward of a micro-step fetch, in order.
+
+    One that stays on the device: in the first micro-step, since the step before has updated it.
+    """
     here = {
         unit.index
         for unit in layout.units
         if all(layout.stays(unit, role) for role in unit.states.weights.fetched)
     }
-    forward = list(uses.forward)
-    turning = forward[-1:]  # stays on the device
-    backward = list(_backward_fetches(layout, uses.backward, turning))
+    kept = layout.placement.kept
+    updated = {index for index in kept if layout.units[index].trainable_elems}
+    forward = list(dict.fromkeys(index for index in uses.forward if index in updated))
+    forward += [index for index in uses.forward if index not in kept]
+    turning = [index for index in list(uses.forward)[-1:] if index not in kept]
+    others = [index for index in uses.backward if index not in kept]
+    backward = list(_backward_fetches(layout, others, turning))
     return (
         [index for index in forward if index not in here],
         [index for index in backward if index not in here],
@@ -129,16 +137,15 @@ def _backward_fetches(layout: Layout, order: Sequence[int], turning: list[int]) 
         if index in present:
             present.remove(index)
         else:
-            while present and _weight_bytes(layout, [*present, index]) > layout.weight_capacity:
+            while present and _gathered(layout, [*present, index]) > layout.weight_capacity:
                 present.pop(0)
             yield index
         if last[index] != place or not layout.units[index].trainable_elems:
             present.append(index)
 
 
-def _weight_bytes(layout: Layout, units: Sequence[int]) -> int:
-    found = (layout.units[index] for index in units)
-    return sum(unit.num_elems * layout.formats.compute_of(unit) for unit in found)
+def _gathered(layout: Layout, units: Sequence[int]) -> int:
+    return weight_bytes([layout.units[index] for index in units], layout.formats)
 
 
 def _fetch_bytes(layout: Layout, index: int, role: Role) -> int:

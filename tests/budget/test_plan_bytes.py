@@ -46,6 +46,20 @@ PLACEMENTS = {
     "weights and some state stay": {
         "placement": "auto", "host_memory": "2800KiB", "chunk_elems": 4096
     },
+    "weights on the device": {"placement": {"weights": "device", "state": "disk"}, **SMALL},
+    "weights on the device, two micro-steps": {
+        "placement": {"weights": "device", "state": "disk"}, **SMALL,
+        "gradient_accumulation_steps": 2,
+    },
+    "whole fp32 weights on the device": {
+        "dtype": "float32", "placement": {"weights": "device", "state": "disk"}, **SMALL,
+        "host_memory": "270KiB",
+    },
+    "some weights on the device": {
+        "placement": {"weights": "auto", "state": "disk"}, "device_memory": "900KB", **SMALL
+    },
+    "state on the device": {"placement": {"weights": "disk", "state": "device"}, **SMALL},
+    "everything on the device": {"placement": "device"},
     "small tensors stay": {"param_persistence_threshold": 1000},
     "whole fp32 weights": {"dtype": "float32"},
     "whole fp32 weights, some stay": {
@@ -97,8 +111,8 @@ def test_the_placements_above_differ(tmp_path):
         with trained(tmp_path / name, **PLACEMENTS[name]) as engine:
             stays[name] = {(unit.weights, unit.state, unit.gradients) for unit in engine.plan.units}
     weights = {name: {place[0] for place in places} for name, places in stays.items()}
-    assert weights["some weights stay"] == {"host", "disk"}
-    assert weights["weights and some state stay"] == {"host"}
+    assert weights["some weights stay"] - {"device"} == {"host", "disk"}
+    assert weights["weights and some state stay"] - {"device"} == {"host"}
     assert len({place[1] for place in stays["weights and some state stay"]}) > 1
     assert {place[2] for place in stays["gradients spilled"]} == {"host", "disk"}
 

@@ -1,0 +1,103 @@
+"""Divide the device budget: what must fit, and the units whose weights stay gathered.
+
+    device budget >= largest unit's weights and gradients + small tensors and theirs + one prefetch
+                     + state that is placed there
+    what is left     weights of front units, then filled once a step instead of at each use
+
+A unit that stays keeps its storage from its first use on; a step makes its contents old, and they
+are brought up to date in place: from host memory where its weights stay there too, else from disk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from offload.config import Wanted
+from offload.errors import BudgetError
+from offload.partition.unit import Unit
+from offload.schedule.placement import Formats
+
+
+def weight_bytes(units: Sequence[Unit], formats: Formats) -> int:
+    """Device bytes of the gathered weights of `units`."""
+    return sum(unit.num_elems * formats.compute_of(unit) for unit in units)
+
+
+def other_bytes(units: Sequence[Unit], persistent: Unit | None, formats: Formats) -> int:
+    """Device bytes of the largest unit's gradients, and of small tensors and theirs."""
+    fixed = max((u.trainable_elems * formats.compute_of(u) for u in units), default=0)
+    if persistent is not None:
+        elems = persistent.num_elems + persistent.trainable_elems
+        fixed += elems * formats.compute_of(persistent)
+    return fixed
+
+
+def choose_kept(
+    units: Sequence[Unit], device_memory: int, formats: Formats, *, taken: int, wanted: Wanted
+) -> frozenset[int]:
+    """The units that stay on the device, from the front as far as the budget allows.
+
+    `units` are in forward order, `taken`: bytes of gradients, small tensors and state.  Beside them
+    the largest of the others must fit twice: in use, and as a prefetch.  Raises BudgetError where
+    all shall stay and do not fit.
+    """
+    if wanted.weights not in ("auto", "device"):
+        return frozenset()
+    room, total = device_memory - taken, weight_bytes(units, formats)
+    if total <= room:
+        return frozenset(unit.index for unit in units)
+    if wanted.weights == "device":
+        raise BudgetError(
+            f"placement: expected room for all weights on the device, {total:,} bytes beside"
+            f" {taken:,} of gradients, small tensors and state, got {device_memory:,} in all."
+            f' Set device_memory={total + taken} or more, or use "auto" for what fits.'
+        )
+    kept: list[Unit] = []
+    for unit in units:
+        others = [each for each in units if each not in kept and each is not unit]
+        beside = 2 * max((weight_bytes([each], formats) for each in others), default=0)
+        if weight_bytes([*kept, unit], formats) + beside <= room:
+            kept.append(unit)
+    return frozenset(unit.index for unit in kept)
+
+
+def device_least_bytes(units: Sequence[Unit], persistent: Unit | None, formats: Formats) -> int:
+    """The least `device_memory` (DESIGN M2)."""
+    return sum(size for _, size in _device_parts(units, persistent, formats))
+
+
+def _device_parts(
+    units: Sequence[Unit], persistent: Unit | None, formats: Formats, *, state: int = 0
+) -> list[tuple[str, int]]:
+    largest = max(units, key=lambda u: u.num_elems * formats.compute_of(u), default=None)
+    parts: list[tuple[str, int]] = []
+    if largest is not None:
+        weights = largest.num_elems * formats.compute_of(largest)
+        parts.append((f"weights of the largest unit {largest.name!r}", weights))
+        parts.append(("its gradients", largest.trainable_elems * formats.compute_of(largest)))
+        parts.append(("one prefetch", weights))
+    if persistent is not None:
+        size = formats.compute_of(persistent)
+        parts.append(("small tensors", persistent.num_elems * size))
+        parts.append(("their gradients", persistent.trainable_elems * size))
+    if state:
+        parts.append(("state that is placed on the device", state))
+    return parts
+
+
+def check_device(
+    device_memory: int, units: Sequence[Unit], persistent: Unit | None, formats: Formats, *,
+    state: int = 0,
+) -> None:  # fmt: skip
+    """Raise BudgetError, with the sum, unless the device can hold the largest unit at work.
+
+    `state`: bytes of state that are placed there.
+    """
+    parts = _device_parts(units, persistent, formats, state=state)
+    least = sum(size for _, size in parts)
+    if device_memory < least:
+        arithmetic = " + ".join(f"{size:,} ({what})" for what, size in parts)
+        raise BudgetError(
+            f"device_memory is too small: expected at least {least:,} bytes = {arithmetic},"
+            f" got {device_memory:,}. Set device_memory={least} or more."
+        )
