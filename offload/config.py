@@ -82,6 +82,7 @@ class EngineConfig:
     device: torch.device | None = None
     param_persistence_threshold: int = 100_000
     # In elements, as DeepSpeed's stage3_ settings; None: as the budgets allow.
+    model_persistence_threshold: int | None = None  # of all small tensors together
     max_live_parameters: int | None = None  # of units on the device at a time
     prefetch_bucket_size: int | None = None  # fetched ahead of their use; 0: nothing is
     max_reuse_distance: int | None = None  # a unit that is used again within it stays
@@ -300,6 +301,7 @@ def _check_numbers(config: EngineConfig) -> None:
              "gradient_accumulation_steps": 1, "update_threads": 1, "steps_per_print": 1,
              "loss_scale": 0.0, "initial_scale_power": 0, "loss_scale_window": 1,
              "hysteresis": 1, "min_loss_scale": 2.0**-24, "max_live_parameters": 0,
+             "model_persistence_threshold": 0,
              "prefetch_bucket_size": 0, "max_reuse_distance": 0, "aio_block_bytes": 4096,
              "aio_queue_depth": 1}  # fmt: skip
     for key, bound in least.items():

@@ -18,6 +18,7 @@ _PLACES = {"cpu": "host", "nvme": "disk"}
 _OLD = {"cpu_offload_param": "offload_param", "cpu_offload": "offload_optimizer"}
 _SIZES = {
     "stage3_param_persistence_threshold": "param_persistence_threshold",
+    "stage3_model_persistence_threshold": "model_persistence_threshold",
     "stage3_max_live_parameters": "max_live_parameters",
     "stage3_prefetch_bucket_size": "prefetch_bucket_size",
     "stage3_max_reuse_distance": "max_reuse_distance",

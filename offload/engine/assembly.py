@@ -104,7 +104,7 @@ def plan(model: nn.Module, config: EngineConfig, rule: Rule) -> Blueprint:
     states = replace(choose_states(rule, config.state_dtype), weights=weights)
     found = discover(
         model, persistence_threshold=config.param_persistence_threshold, states=states,
-        state_elems=_state_elems(rule),
+        state_elems=_state_elems(rule), most_persistent=config.model_persistence_threshold,
     )  # fmt: skip
     if not found.parameters:
         raise ConfigError(f"model {type(model).__name__}: expected float parameters, got none.")

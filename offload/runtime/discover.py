@@ -41,11 +41,13 @@ class Discovery:
 def discover(
     model: nn.Module, *, persistence_threshold: int, states: StateTable = FP32_MOMENTS,
     state_elems: Callable[[str, tuple[int, ...]], int] | None = None,
+    most_persistent: int | None = None,
 ) -> Discovery:  # fmt: skip
     """Partition the parameters of `model`.
 
     Where `states` packs, vectors (norms, biases) and embeddings are plain.  `state_elems(name,
     shape)`: fp32 values of a trainable tensor's states, where `states` are of whole tensors.
+    `most_persistent`: elements that small tensors may have together; the first ones count.
     """
     parameters, left_alone = _managed(model)
     roots = _block_names(model, persistence_threshold)
@@ -61,8 +63,10 @@ def discover(
         elems = state_elems(name, shape) if state_elems and trainable else 0
         spec = TensorSpec(name, shape, trainable, plain, elems, fp32=name in fp32)
         key = _unit_name(name, roots)
-        if parameter.numel() < persistence_threshold and spec.fp32 is small_are_fp32:
+        small = parameter.numel() < persistence_threshold and spec.fp32 is small_are_fp32
+        if small and (most_persistent is None or parameter.numel() <= most_persistent):
             key = PERSISTENT
+            most_persistent = most_persistent and most_persistent - parameter.numel()
         elif spec.fp32:
             key = f"{name.rpartition('.')[0]} (fp32)"
         owner[id(parameter)] = key

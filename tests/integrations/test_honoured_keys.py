@@ -79,6 +79,7 @@ EFFECTS = {
     f"{ZERO}.stage": "test_the_log_says_what_a_stage_becomes",
     f"{ZERO}.offload_param.nvme_path": "test_both_drives_are_used",
     f"{ZERO}.offload_optimizer.nvme_path": "test_both_drives_are_used",
+    f"{ZERO}.stage3_model_persistence_threshold": "test_small_tensors_stay_up_to_their_sum",
     f"{ZERO}.stage3_prefetch_bucket_size": "test_nothing_is_fetched_ahead_with_a_bucket_of_nothing",
     f"{ZERO}.stage3_max_reuse_distance": "test_units_that_are_used_again_soon_stay",
     f"{ZERO}.stage3_max_live_parameters": "test_units_that_are_used_again_soon_stay",
@@ -486,6 +487,30 @@ def fetches_of_a_step(tmp_path, zero: dict, **settings) -> tuple[int, int, dict]
 def assert_same_masters(*found: dict) -> None:
     for other in found[1:]:
         assert all(torch.equal(other[name], found[0][name]) for name in found[0])
+
+
+def test_small_tensors_stay_up_to_their_sum(tmp_path):
+    def small(**zero) -> tuple[int, dict]:
+        zero = {"stage3_param_persistence_threshold": 3000, **zero}
+        settings = {**SMALL, "resume": False}
+        with engine_of(tmp_path, {ZERO: zero}, **settings) as engine:
+            for index in range(3):
+                step(engine, index)
+            unit = engine._parts.ground.blueprint.found.persistent
+            slots = unit.slots if unit else ()
+            kept = sum(math.prod(slot.tensor.shape) for slot in slots)
+            masters = {n: engine.full_fp32_param(p) for n, p in engine.module.named_parameters()}
+            return kept, masters
+
+    (every, masters), (some, same), (none, too) = (
+        small(),
+        small(stage3_model_persistence_threshold=1000),
+        small(stage3_model_persistence_threshold=0),
+    )
+    assert every > 2000
+    assert 900 < some <= 1000  # biases and norms have 48 or 144 elements
+    assert none == 0
+    assert_same_masters(masters, same, too)
 
 
 def test_nothing_is_fetched_ahead_with_a_bucket_of_nothing(tmp_path):
