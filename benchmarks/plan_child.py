@@ -76,7 +76,13 @@ class DevicePeak:
         units = list(parts.residency.present.values())
         if parts.ground.persistent is not None:
             units.append(parts.ground.persistent.bound)
-        grads = [p.grad for unit in units for p in unit.parameters if p.grad is not None]
+        holders = [parameter for unit in units for parameter in unit.parameters]
+        layers = parts.hooks._layers
+        if layers is not None:  # each micro-batch has gradients of its own
+            holders += [
+                leaf for of in layers._leaves._of for unit in units for leaf in of[id(unit)]
+            ]
+        grads = [each.grad for each in holders if each is not None and each.grad is not None]
         return sum(unit.weight_bytes for unit in units) + sum(grad.nbytes for grad in grads)
 
 

@@ -4,8 +4,9 @@
     backward   a unit's weights and its gradients, beside those of the unit before it: backward
                reaches a unit when the last gradients of the one behind it are about to be complete
 
-Persistent tensors stay, with their gradients, and so does what is placed there.  Activations are
-not counted.
+Persistent tensors stay, with their gradients, and so does what is placed there.  In layer-major
+order each micro-step's gradients of a unit are there until the last ones are.  Activations are not
+counted.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ from offload.schedule.traffic import Layout, Uses
 
 def device_peak_bytes(layout: Layout, uses: Uses) -> int:
     """Bytes of weights and gradients, in the types that compute."""
-    size = layout.formats.compute_of
+    size, alive = layout.formats.compute_of, uses.micro_steps if uses.by_layers else 1
     weights = {unit.index: unit.num_elems * size(unit) for unit in layout.units}
-    grads = {unit.index: unit.trainable_elems * size(unit) for unit in layout.units}
+    grads = {unit.index: alive * unit.trainable_elems * size(unit) for unit in layout.units}
     small = layout.persistent
-    fixed = (small.num_elems + small.trainable_elems) * size(small) if small else 0
+    fixed = (small.num_elems + alive * small.trainable_elems) * size(small) if small else 0
     fixed += sum(weights[index] for index in layout.placement.kept)
     fixed += layout.placement.on_device_bytes
     weights.update(dict.fromkeys(layout.placement.kept, 0))  # counted, whether in use or not

@@ -50,6 +50,23 @@ def test_a_plan_is_printed_and_nothing_is_done(script, tmp_path):
     assert not (tmp_path / "m.jsonl").exists()
 
 
+def test_the_command_line_tells_the_order_of_micro_steps(tmp_path):
+    several = tmp_path / "several.py"
+    several.write_text(SCRIPT.replace("threshold=0", "threshold=0, gradient_accumulation_steps=2"))
+    for order, told in (("layer", "unit by unit (layer-major)"), ("horizontal", "one after anot")):
+        run = offload_plan("--nvme", tmp_path, "--order", order, several, "x", cwd=tmp_path)
+        assert run.returncode == 0, run.stderr
+        assert f"2 micro-steps {told}" in run.stdout
+
+
+def test_options_of_a_model_are_none_of_a_script(script, tmp_path):
+    for option in ("--json", "--measure"):
+        run = offload_plan("--nvme", tmp_path, option, script, "x", cwd=tmp_path)
+        assert run.returncode == 2
+        assert "No such option" in run.stderr
+        assert option in run.stderr
+
+
 def test_what_stands_in_the_way_is_one_line(tmp_path):
     silent, plain = tmp_path / "silent.py", tmp_path / "plain.py"
     silent.write_text("")

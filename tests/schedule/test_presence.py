@@ -17,26 +17,46 @@ def test_backward_holds_weights_and_gradients_of_a_unit_and_the_small_tensors() 
     assert device_peak_bytes(layout_of(), Uses.guessed(3, 1)) == small + 2 * ELEMS * 2
 
 
+def test_in_layer_major_order_the_gradients_of_all_micro_steps_are_there() -> None:
+    small = (128 + 3 * 64) * FORMATS.compute
+    uses = Uses.guessed(3, 3, by_layers=True)
+    assert device_peak_bytes(layout_of(), uses) == small + (1 + 3) * ELEMS * 2
+
+
+def held_now(engine: OffloadEngine) -> int:
+    """Bytes of weights and gradients of units that are present."""
+    parts = engine._parts
+    units = list(parts.residency.present.values())
+    holders = [parameter for unit in units for parameter in unit.parameters]
+    if parts.hooks._layers is not None:
+        leaves = parts.hooks._layers._leaves
+        for index in range(engine.config.gradient_accumulation_steps):
+            holders += [
+                leaf for unit in units for leaf in leaves.of(index, unit) if leaf is not None
+            ]
+    grads = [each.grad for each in holders if each.grad is not None]
+    return sum(unit.weight_bytes for unit in units) + sum(grad.nbytes for grad in grads)
+
+
+@pytest.mark.parametrize(("count", "order"), [(1, "horizontal"), (3, "horizontal"), (3, "layer")])
 @pytest.mark.parametrize("checkpointing", [None, "nonreentrant"])
-def test_an_engine_holds_no_more(checkpointing, tmp_path, monkeypatch) -> None:
+def test_an_engine_holds_no_more(checkpointing, count, order, tmp_path, monkeypatch) -> None:
     engine = OffloadEngine(
         models.build(models.Decoder, width=64, num_blocks=4, checkpointing=checkpointing),
-        nvme_path=tmp_path, param_persistence_threshold=0, compute_dtype="float32",
+        nvme_path=tmp_path, param_persistence_threshold=0, compute_dtype="float32", order=order,
+        gradient_accumulation_steps=count,
     )  # fmt: skip
     peak = 0
     take = GradientKeeper.take
 
     def watched(keeper, bound) -> None:
         nonlocal peak
-        here = engine._parts.residency.present.values()
-        grads = [p.grad for unit in here for p in unit.parameters if p.grad is not None]
-        peak = max(peak, sum(u.weight_bytes for u in here) + sum(g.nbytes for g in grads))
+        peak = max(peak, held_now(engine))
         take(keeper, bound)
 
     monkeypatch.setattr(GradientKeeper, "take", watched)
     with engine:
-        for index in range(3):
-            engine.backward(engine(*models.batch(index)))
-            engine.step()
+        for step in range(3):
+            engine.train_batch([models.batch(count * step + i) for i in range(count)])
         told = engine.plan.device_peak
     assert 0.9 * told <= peak <= 1.1 * told
