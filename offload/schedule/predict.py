@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 from offload.metrics.bound import Bound, Flow, Machine, Rates, Spent, bound_of
 from offload.partition.unit import Unit
+from offload.schedule.device import weight_bytes
 from offload.schedule.traffic import Layout, Traffic, Uses, update_bytes
 from offload.schedule.work import Work
 
@@ -104,12 +105,7 @@ def _parts(
         model += work.product_flops / speeds.flops
     if work.attention_flops:
         model += work.attention_flops / speeds.attention
-    filled = sum(
-        layout.units[index].num_elems * formats.compute_of(layout.units[index])
-        for order in (uses.forward, uses.backward)
-        for index in order
-    )
-    fill = uses.passes * filled / speeds.fill
+    fill = _filled_bytes(layout, uses) / speeds.fill
     take = uses.micro_steps * sum(map(layout.taken_bytes, layout.all_units)) / speeds.take
     update = sum(_update_bytes(layout, unit) for unit in layout.all_units) / speeds.update
     on_one_thread = take
@@ -117,6 +113,16 @@ def _parts(
     cpu = threads.compute * on_all + on_one_thread + threads.update * update
     forward = share * model + fill / 2
     return _Parts(forward, model + fill + take - forward, fill, update, cpu)
+
+
+def _filled_bytes(layout: Layout, uses: Uses) -> int:
+    """Weights that come to the device: for each use, or once a step where they stay."""
+    filled = 0
+    for order in (uses.forward, uses.backward):
+        come_and_go = [layout.units[index] for index in order if index not in layout.placement.kept]
+        filled += uses.passes * weight_bytes(come_and_go, layout.formats)
+    kept = [layout.units[index] for index in layout.placement.kept]
+    return filled + weight_bytes([u for u in kept if u.trainable_elems], layout.formats)
 
 
 def _update_bytes(layout: Layout, unit: Unit) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from shapes import ELEMS, FORMATS, layout_of
 
@@ -32,9 +34,10 @@ def test_attention_has_a_rate_of_its_own() -> None:
     assert told.step_s == pytest.approx(2.0)
 
 
-def found(*, micro_steps=1, by_layers=False, rates=None, threads=ALONE, held=False, **own):
+def found(*, micro_steps=1, by_layers=False, kept=(), rates=None, threads=ALONE, held=False, **own):
     formats = FORMATS if micro_steps == 1 else Formats(2, 2, 4)
     layout = layout_of(formats=formats)
+    layout = replace(layout, placement=replace(layout.placement, kept=frozenset(kept)))
     uses = Uses.guessed(3, micro_steps, by_layers=by_layers)
     traffic = step_traffic(layout, uses)
     told = predict(
@@ -59,6 +62,8 @@ def test_weights_are_filled_twice_a_micro_step_and_gradients_taken_once() -> Non
     assert twice.step_s == pytest.approx(2.0)
     by_layers, _ = found(micro_steps=2, by_layers=True, fill=2 * 3 * ELEMS * 2)
     assert by_layers.step_s == pytest.approx(1.0)
+    stay, _ = found(micro_steps=2, kept=[0, 1, 2], fill=3 * ELEMS * 2)
+    assert stay.step_s == pytest.approx(1.0)
     taken, _ = found(take=(3 * ELEMS + 64) * (2 + 2))  # two bytes read and two written
     assert taken.step_s == pytest.approx(1.0)
 
