@@ -55,6 +55,11 @@ def end_step(engine: OffloadEngine) -> None:
     engine._parts.stepper.max_norm = engine.config.gradient_clipping
 
 
+def on_close(engine: OffloadEngine, action: Callable[[], Any]) -> None:
+    """Run `action` when `engine` is closed."""
+    engine._parts.ground.closing.callback(action)
+
+
 def compute_dtype(engine: OffloadEngine) -> torch.dtype:
     """The type of gathered weights."""
     return engine._parts.ground.blueprint.compute_dtype

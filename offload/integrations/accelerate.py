@@ -11,7 +11,8 @@
         optimizer.step();  scheduler.step();  optimizer.zero_grad()
 
 What would find no gradients, or save no weights, is replaced on the accelerator: `backward`,
-`clip_grad_norm_`, `clip_grad_value_`, and hooks of `save_state` and `load_state`.
+`clip_grad_norm_`, `clip_grad_value_`, and hooks of `save_state` and `load_state`.  Closing the
+engine undoes it.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from offload.engine import outer_loop
 from offload.engine.facade import OffloadEngine
 from offload.errors import ConfigError, StateError
 
+_REPLACED = ("backward", "clip_grad_norm_", "clip_grad_value_")
 STATE = "offload"  # the folder with the engine's state inside a checkpoint of another library
 
 
@@ -42,13 +44,30 @@ def attach(accelerator: Any, engine: OffloadEngine) -> tuple[nn.Module, Any]:
     model._is_accelerate_prepared = True  # type: ignore[assignment]  # to() would find no data
     prepared, optimizer = accelerator.prepare(model, engine.optimizer)
     loop = AcceleratedLoop(accelerator, engine)
-    accelerator.backward = loop.backward
-    accelerator.clip_grad_norm_ = loop.clip_grad_norm_
-    accelerator.clip_grad_value_ = loop.clip_grad_value_
-    accelerator.register_save_state_pre_hook(loop.save)
-    accelerator.register_load_state_pre_hook(loop.load)
-    engine.optimizer.register_step_post_hook(loop.after_step)
+    before = {name: vars(accelerator).get(name) for name in _REPLACED}
+    for name in _REPLACED:
+        setattr(accelerator, name, getattr(loop, name))
+    handles = [
+        accelerator.register_save_state_pre_hook(loop.save),
+        accelerator.register_load_state_pre_hook(loop.load),
+        engine.optimizer.register_step_post_hook(loop.after_step),
+    ]
+    outer_loop.on_close(engine, lambda: _detach(accelerator, engine, before, handles))
     return prepared, optimizer
+
+
+def _detach(
+    accelerator: Any, engine: OffloadEngine, before: dict[str, Any], handles: list[Any]
+) -> None:
+    """Give the accelerator its own methods back."""
+    for handle in handles:
+        handle.remove()
+    for name, method in before.items():
+        if method is None:
+            del vars(accelerator)[name]
+        else:
+            setattr(accelerator, name, method)
+    engine.module._is_accelerate_prepared = False  # type: ignore[assignment]
 
 
 def _check(accelerator: Any) -> None:

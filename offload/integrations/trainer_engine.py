@@ -5,6 +5,7 @@ An instance of the user's > offload["optimizer"] > optimizer_cls_and_kwargs > a 
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -15,6 +16,30 @@ from offload.engine.facade import OffloadEngine
 from offload.errors import ConfigError
 from offload.integrations.trainer_file import filled_recipe
 from offload.integrations.trainer_settings import engine_settings, optimizer_settings
+from offload.interchange.pretrained import open_pretrained
+from offload.runtime.source import LoadedModel
+
+
+class FolderModel:
+    """A model whose weights are in files, until somebody writes to them or replaces them."""
+
+    def __init__(self, folder: Path, *, scratch: Path) -> None:
+        self.model = open_pretrained(folder, scratch=scratch)
+        self._states = self._now()
+
+    def as_it_is(self) -> LoadedModel:
+        """The model, and the files of the weights that are still what the files hold."""
+        now = self._now()
+        places = {
+            name: place
+            for name, place in self.model.places.items()
+            if now.get(name) == self._states[name]
+        }
+        return LoadedModel(self.model.module, places)
+
+    def _now(self) -> dict[str, tuple[int, int, int]]:
+        named = self.model.module.named_parameters()
+        return {name: (id(p), p.data_ptr(), p._version) for name, p in named}
 
 
 def make_engine(trainer: Any, *, fresh: bool) -> OffloadEngine:
@@ -27,10 +52,9 @@ def make_engine(trainer: Any, *, fresh: bool) -> OffloadEngine:
     settings |= _optimizer(trainer, file)
     if fresh:
         settings["resume"] = False
-    model = trainer.model
-    if trainer.loaded is not None and trainer.loaded.module is model:
-        model = trainer.loaded
-    engine = OffloadEngine(model, **settings)
+    loaded = trainer.loaded
+    known = loaded is not None and loaded.model.module is trainer.model
+    engine = OffloadEngine(loaded.as_it_is() if known else trainer.model, **settings)
     if engine.resumed:
         engine.close()
         raise ConfigError(

@@ -38,11 +38,9 @@ from offload.integrations.accelerate import (
     load_engine,
     save_engine,
 )
-from offload.integrations.trainer_engine import file_of, make_engine
+from offload.integrations.trainer_engine import FolderModel, file_of, make_engine
 from offload.integrations.trainer_settings import check_arguments, check_offload
-from offload.interchange.pretrained import open_pretrained
 from offload.optim.schedules import scheduler_class
-from offload.runtime.source import LoadedModel
 
 _LOG = logging.getLogger(__name__)
 _SCHEDULER, _OPTIMIZER = "scheduler.pt", "optimizer.pt"  # Trainer's names
@@ -79,10 +77,10 @@ class OffloadTrainer(Trainer):
         if args is not None:
             check_arguments(args)
             args._n_gpu = min(args.n_gpu, 1)  # or it would wrap the model for several devices
-        self.loaded: LoadedModel | None = None
+        self.loaded: FolderModel | None = None
         if isinstance(model, str | os.PathLike):
-            self.loaded = open_pretrained(Path(model), scratch=store_folder(self.offload))
-            model = self.loaded.module
+            self.loaded = FolderModel(Path(model), scratch=store_folder(self.offload))
+            model = self.loaded.model.module
         super().__init__(model, args, *rest, **settings)
 
     def close(self) -> None:

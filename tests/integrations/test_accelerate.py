@@ -184,3 +184,18 @@ def test_a_loss_scale_beside_the_engines_is_refused(tmp_path: Path) -> None:
         loop.accelerator.scaler = torch.amp.GradScaler("cpu")
         with pytest.raises(ConfigError, match="dtype='fp16'"):
             attach(loop.accelerator, engine)
+
+
+def test_closing_the_engine_gives_the_accelerator_back(tmp_path: Path) -> None:
+    accelerator = make_accelerator()
+    before = dict(vars(accelerator))
+    for number in range(2):
+        folder = tmp_path / f"nvme-{number}"
+        folder.mkdir()
+        with OffloadEngine(make_model(), nvme_path=folder, lr=1e-3, **OFFLOAD) as engine:
+            attach(accelerator, engine)
+            assert accelerator.backward.__self__ is not accelerator
+    assert accelerator.backward.__self__ is accelerator
+    assert vars(accelerator).keys() == before.keys()
+    assert not accelerator._save_model_state_pre_hook
+    assert not accelerator._load_model_state_pre_hook

@@ -302,11 +302,29 @@ def test_a_folder_is_a_model_whose_weights_are_never_all_in_memory(
 ) -> None:
     make_model().save_pretrained(tmp_path / "folder")
     trainer, plain_one = make(str(tmp_path / "folder")), make()
-    assert trainer.loaded.places  # files that the engine reads directly
+    assert trainer.loaded.as_it_is().places  # files that the engine reads directly
     trainer.train()
     plain_one.train()
     assert logged(trainer, "loss") == logged(plain_one, "loss")
     assert_same_masters(masters(trainer), masters(plain_one))
+
+
+def test_weights_that_are_edited_before_training_are_the_edited_ones(
+    make: Any, tmp_path: Path
+) -> None:
+    make_model().save_pretrained(tmp_path / "folder")
+    trainer = make(str(tmp_path / "folder"))
+    weights = dict(trainer.model.named_parameters())
+    edited, replaced, moved = (f"model.layers.{i}.mlp.up_proj.weight" for i in range(3))
+    with torch.no_grad():
+        weights[edited].mul_(2)
+        weights[moved].data = weights[moved] * 3
+    trainer.model.get_submodule(replaced.removesuffix(".weight")).weight = torch.nn.Parameter(
+        weights[replaced] * 4
+    )
+    expected = {n: p.detach().clone() for n, p in trainer.model.named_parameters()}
+    trainer.create_optimizer()
+    assert_same_masters(masters(trainer), expected)
 
 
 def test_a_store_to_resume_is_refused(
