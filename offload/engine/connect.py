@@ -26,6 +26,7 @@ from offload.engine.speculate import Assumption, Speculator
 from offload.engine.step import Groups, Stepper
 from offload.engine.updates import UpdateBuilder
 from offload.engine.write_back import WriteBack
+from offload.errors import ConfigError
 from offload.masters import moved_dtype
 from offload.memory.host import trim_heap
 from offload.memory.slab import Region
@@ -276,6 +277,7 @@ def _load(ground: Ground, places: Mapping[str, FilePlace]) -> None:
     if ground.resumed:
         read_committed(ground.ledger, ground.queue, units, small)
     else:
+        _check_values(blueprint.found.parameters, places)
         chunk_elems = blueprint.placement.chunk_elems
         values = InitialValues(
             blueprint.found.parameters, places, queue=ground.queue, memory=ground.memory.update,
@@ -289,6 +291,18 @@ def _load(ground: Ground, places: Mapping[str, FilePlace]) -> None:
     if small is not None:
         small.bound.hold()
         small.refresh(ground.device)
+
+
+def _check_values(
+    parameters: Mapping[str, nn.Parameter], places: Mapping[str, FilePlace]
+) -> None:  # fmt: skip
+    for name, parameter in parameters.items():
+        if parameter.is_meta and name not in places:
+            raise ConfigError(
+                f"parameter {name!r}: expected a value, got one on the meta device. Make the model"
+                " under `with offload.on_disk_init(path):`, or load it with"
+                " OffloadEngine.from_pretrained(folder, ...)."
+            )
 
 
 def _residency(ground: Ground) -> tuple[ParameterGuard, Residency]:

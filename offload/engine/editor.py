@@ -24,6 +24,7 @@ from offload.engine.generation import encode
 from offload.engine.ledger import Ledger
 from offload.engine.reader import Reader
 from offload.engine.rewriting import commit_rewritten
+from offload.errors import StateError
 from offload.partition.chunk import Chunk, chunks_of
 from offload.partition.states import MOMENTS
 from offload.partition.unit import STORE_ALIGN_BYTES, Role, Unit, round_up
@@ -53,28 +54,40 @@ class Editor:
         self._chunk_elems = chunk_elems
         self._capture = capture
         self._stop_updates = stop_updates
+        self._num_open = 0  # blocks of `gathered`
 
     @contextlib.contextmanager
     def gathered(self, names: Sequence[str]) -> Iterator[None]:
         """Hold the units of `names` on the device for the block, then write changes back."""
         indices = sorted({self._reader.find(name)[0].index for name in names})
         bound = [self._bound(index) for index in indices]
-        held: list[int] = []
+        held: list[BoundUnit] = []
+        self._num_open += 1
         try:
             for unit in bound:
                 if not self._is_persistent(unit):
-                    self._residency.use(unit.unit.index)
-                    held.append(unit.unit.index)
+                    self._residency.ensure(unit.unit.index)
+                    unit.holds += 1
+                    held.append(unit)
             self._idle.show()
             yield
             changed = [unit for unit in bound if self._changed(unit)]
             if changed:
                 self._write_back(changed)
         finally:
-            for index in held:
-                self._residency.release(index)
-                self._residency.evict(index)
-                self._residency.bound[index].outdate()  # an edit may be more exact than a fill
+            self._num_open -= 1
+            for unit in held:
+                unit.holds -= 1
+                self._residency.evict(unit.unit.index)
+                unit.outdate()  # an edit may be more exact than a fill
+
+    def check_closed(self, what: str) -> None:
+        """Raise StateError inside a block: what `what` changes would be taken for edits."""
+        if self._num_open:
+            raise StateError(
+                f"{what}: expected no open block of engine.gathered(...), got {self._num_open}."
+                " Leave the block first: its edits are written when it ends."
+            )
 
     def _bound(self, index: int) -> BoundUnit:
         if self._persistent is not None and index == self._persistent.unit.index:

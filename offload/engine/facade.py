@@ -37,6 +37,7 @@ from offload.engine.generation import (
     restore_groups,
 )
 from offload.engine.importing import import_zero
+from offload.engine.intact import check_intact
 from offload.engine.micro_batches import train_batch
 from offload.engine.planning import PlanOnly, current_plan, first_plan
 from offload.engine.reader import current
@@ -132,6 +133,7 @@ class OffloadEngine:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model's forward; returns what it returns."""
         self._check_open()
+        check_intact(self.module, self._parts)
         try:
             with _no_autocast_cache(), _access(self):
                 return self.module(*args, **kwargs)
@@ -376,6 +378,8 @@ class _EngineStepper:
         engine._check_open()
         _check_writable(engine)
         parts = engine._parts
+        parts.editor.check_closed("step()")
+        check_intact(engine.module, parts)
         engine._checkpoints.saver.poll()
         recover(parts.hooks)
         parts.residency.discard_prefetches()

@@ -110,7 +110,8 @@ class BoundUnit:
             self._flat, self.fresh = None, False
         if self.presence is Presence.PRESENT:
             for slot, parameter in zip(self.unit.slots, self.parameters, strict=True):
-                _empty(parameter, self._hole.expand(slot.tensor.shape))
+                hole = self._hole.expand(slot.tensor.shape)
+                _empty(parameter, hole, frozen=not slot.tensor.trainable)
                 parameter.__class__ = guard
         self.presence = Presence.EVICTED
 
@@ -123,16 +124,16 @@ class BoundUnit:
         self.presence = to
 
 
-def _empty(parameter: nn.Parameter, hole: torch.Tensor) -> None:
+def _empty(parameter: nn.Parameter, hole: torch.Tensor, *, frozen: bool) -> None:
     """Put `hole` in place of a parameter's data.
 
     A recomputed segment saves a frozen parameter itself, and may still need it when all gradients
     of its unit are complete: the graph keeps what it saved, the parameter gets another tensor.
     """
-    if parameter.requires_grad or parameter._use_count() == 1:  # type: ignore[attr-defined]
-        parameter.data = hole
-    else:
+    if frozen and parameter._use_count() > 1:  # type: ignore[attr-defined]
         torch._C._swap_tensor_impl(parameter, nn.Parameter(hole, requires_grad=False))
+    else:
+        parameter.data = hole
 
 
 def new_storage(num_elems: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

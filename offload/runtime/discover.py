@@ -22,6 +22,7 @@ from torch import nn
 
 from offload.partition.states import FP32_MOMENTS, StateTable
 from offload.partition.unit import TensorSpec, Unit, lay_out
+from offload.runtime.eligible import divide
 
 PERSISTENT = "persistent"
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
@@ -49,7 +50,7 @@ def discover(
     shape)`: fp32 values of a trainable tensor's states, where `states` are of whole tensors.
     `most_persistent`: elements that small tensors may have together; the first ones count.
     """
-    parameters, left_alone = _managed(model)
+    parameters, left_alone = divide(model)
     roots = _block_names(model, persistence_threshold)
     fp32 = set() if states.weights.exact else _that_stay_fp32(parameters)
     owner: dict[int, str] = {}  # id(parameter) -> unit name
@@ -94,17 +95,6 @@ def _embeddings(model: nn.Module) -> set[int]:
     """Identities of the weights of embeddings: rows that few steps touch need a state of range."""
     kinds = (nn.Embedding, nn.EmbeddingBag)
     return {id(module.weight) for module in model.modules() if isinstance(module, kinds)}
-
-
-def _managed(model: nn.Module) -> tuple[dict[str, nn.Parameter], tuple[str, ...]]:
-    managed: dict[str, nn.Parameter] = {}
-    left_alone: list[str] = []
-    for name, parameter in model.named_parameters():
-        if parameter.dtype in (torch.float32, torch.bfloat16, torch.float16):
-            managed[name] = parameter
-        else:
-            left_alone.append(f"{name}: {parameter.dtype} is none of float32, bfloat16, float16")
-    return managed, tuple(left_alone)
 
 
 def _block_names(model: nn.Module, least_elems: int) -> set[str]:

@@ -80,7 +80,7 @@ class GradientKeeper:
         for slot, parameter in zip(bound.unit.slots, bound.parameters, strict=True):
             grad = gradient_of(parameter)
             if grad is not None:
-                _check_dense(slot, grad)
+                _check_plain(slot, grad)
                 grads[slot.tensor.name] = self._device.to_host(grad)
         if not grads:
             return
@@ -214,9 +214,23 @@ class GradientKeeper:
         )  # fmt: skip
 
 
-def _check_dense(slot: Slot, grad: torch.Tensor) -> None:
+def _check_plain(slot: Slot, grad: torch.Tensor) -> None:
     if grad.is_sparse:
         raise StateError(
             f"gradient of {slot.tensor.name!r}: expected a dense tensor, got a sparse one."
             " Use sparse=False in the embedding."
         )
+    if grad.requires_grad:
+        raise StateError(
+            f"gradient of {slot.tensor.name!r}: expected a plain tensor, got one made with"
+            " create_graph=True, whose graph the engine would drop. Use torch.autograd.grad(loss,"
+            " inputs, create_graph=True); for parameters inside `with engine.gathered(...):`."
+        )
+
+
+def drop_graphs(bound: BoundUnit) -> None:
+    """Clear gradients that `take` has refused, since they have a graph."""
+    for parameter in bound.parameters:
+        grad = gradient_of(parameter)
+        if grad is not None and grad.requires_grad:
+            set_gradient(parameter, None)

@@ -15,6 +15,7 @@ hooks. Everything is removed by `close()`.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Protocol
@@ -25,7 +26,7 @@ from torch.utils._pytree import tree_iter
 
 from offload.runtime.binding import BoundUnit
 from offload.runtime.completion import Arrivals
-from offload.runtime.gradients import GradientKeeper
+from offload.runtime.gradients import GradientKeeper, drop_graphs
 from offload.runtime.horizon import Phase
 from offload.runtime.layer_major import LayerMajor
 from offload.runtime.residency import Residency
@@ -79,10 +80,11 @@ class Hooks:
         keep = self._handles.append
         # The root's pre-hook must run before that of a unit whose module is the root.
         for module, units in needs:
-            keep(module.register_forward_pre_hook(partial(self._enter, units), prepend=True))
-            keep(module.register_forward_hook(partial(self._leave, units), always_call=True))
-        keep(model.register_forward_pre_hook(self._enter_root, prepend=True))
-        keep(model.register_forward_hook(self._leave_root, always_call=True))
+            enter, leave = _eager(partial(self._enter, units)), _eager(partial(self._leave, units))
+            keep(module.register_forward_pre_hook(enter, prepend=True))
+            keep(module.register_forward_hook(leave, always_call=True))
+        keep(model.register_forward_pre_hook(_eager(self._enter_root), prepend=True))
+        keep(model.register_forward_hook(_eager(self._leave_root), always_call=True))
         for index, bound in enumerate(self._residency.bound):
             for position, parameter in enumerate(bound.parameters):
                 if parameter.requires_grad:
@@ -205,6 +207,8 @@ class Hooks:
     def abort(self) -> None:
         """Go on after an exception: what backward had produced stays, as in torch."""
         self._depth = 0
+        for bound in (*self._residency.bound, *([self._persistent] if self._persistent else ())):
+            drop_graphs(bound)
         self._views.pop()
         self._residency.forget_uses()
         self._end_backward()
@@ -218,9 +222,17 @@ def recover(hooks: Hooks) -> None:
 
 def _watch(output: Any, action: Callable[[], None]) -> None:
     """Run `action` when backward reaches one of the tensors in `output`."""
-    for tensor in tree_iter(output):
-        if isinstance(tensor, torch.Tensor) and tensor.requires_grad and tensor.grad_fn:
-            tensor.register_hook(lambda grad: action())
+    for item in tree_iter(output):
+        if isinstance(item, torch.Tensor) and item.requires_grad and item.grad_fn:
+            item.register_hook(lambda grad: action())
+        elif dataclasses.is_dataclass(item):
+            _watch(list(vars(item).values()), action)
+
+
+def _eager(hook: Callable[..., None]) -> Callable[..., None]:
+    """A hook that torch.compile calls and does not look into."""
+    disabled: Callable[..., None] = torch.compiler.disable(hook)
+    return disabled
 
 
 def _inside_backward() -> bool:
@@ -229,5 +241,5 @@ def _inside_backward() -> bool:
 
 def is_hooked(model: nn.Module) -> bool:
     """True when an open engine holds this model."""
-    hooks = model._forward_pre_hooks.values()
+    hooks = (getattr(hook, "__wrapped__", hook) for hook in model._forward_pre_hooks.values())
     return any(isinstance(getattr(hook, "__self__", None), Hooks) for hook in hooks)

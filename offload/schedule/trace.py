@@ -37,7 +37,10 @@ class Trace:
         self._waits = None
         if self._seen and self._seen[-1] == unit and not again:
             return False
+        repeated = self._seen[-1:] == [unit] != self._known[self._cursor : self._cursor + 1]
         self._seen.append(unit)
+        if repeated:  # once more than known: what comes is the same
+            return True
         try:
             self._cursor = self._known.index(unit, self._cursor) + 1
         except ValueError:

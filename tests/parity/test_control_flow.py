@@ -37,7 +37,7 @@ class FetchCounts:
         self.engine._parts.ground.ledger.finish()
         fetches, hits = sum(metrics.fetches.values()), metrics.hits
         yield
-        order = self.engine._parts.residency.order(phase)
+        order = list(self.engine._parts.residency._horizon[phase]._seen)  # repeats too
         if self.last.get(phase.name) == order:
             self.fetches[phase.name] += sum(metrics.fetches.values()) - fetches
             self.ahead[phase.name] += metrics.hits - hits

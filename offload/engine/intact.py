@@ -1,0 +1,55 @@
+"""The model is still the one that was taken over: nothing in it would be trained in vain.
+
+a parameter that the engine does not know     added, replaced or resized afterwards
+requires_grad where it was off                no state was reserved
+a small tensor in another storage             model.to(), half(), share_memory() ...
+"""
+
+from __future__ import annotations
+
+from torch import nn
+
+from offload.engine.connect import Parts
+from offload.errors import StateError
+
+
+def check_intact(model: nn.Module, parts: Parts) -> None:
+    """Raise StateError, naming the parameter, where `model` was changed behind the engine."""
+    names = parts.names_by_id
+    trainable = {
+        slot.tensor.name
+        for unit in parts.ground.blueprint.units
+        for slot in unit.slots
+        if slot.tensor.trainable
+    }
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        if id(parameter) not in names:
+            raise StateError(
+                f"parameter {name!r}: expected one that the engine took over, got another, of"
+                f" shape {tuple(parameter.shape)}: its module was added, replaced or resized, and"
+                " it would never be trained. Change the model before making the engine; now:"
+                " export(folder), load the model from it, change it, make a new engine."
+            )
+        if names[id(parameter)] not in trainable:
+            raise StateError(
+                f"parameter {name!r}: expected it frozen, as when the engine was made, got"
+                " requires_grad=True: no state is reserved for it. Make the engine with"
+                " requires_grad set; it may be turned off and on again afterwards."
+            )
+    _check_in_place(parts)
+
+
+def _check_in_place(parts: Parts) -> None:
+    if parts.ground.persistent is None:
+        return
+    bound = parts.ground.persistent.bound
+    for slot, parameter in zip(bound.unit.slots, bound.parameters, strict=True):
+        if parameter.numel() and not bound.owns(parameter.untyped_storage()):
+            raise StateError(
+                f"parameter {slot.tensor.name!r}: expected it where the engine put it, got other"
+                f" memory, in {parameter.dtype} on {parameter.device}: the model was moved or"
+                " converted with to(), half() or the like. Set device, dtype and compute_dtype of"
+                " the engine instead."
+            )
