@@ -19,11 +19,13 @@ from typing import Any
 
 import torch
 
+from offload.choices import ORDERS as ORDERS
+from offload.choices import PLACES as PLACES
+from offload.choices import STATE_DTYPES as STATE_DTYPES
 from offload.errors import ConfigError
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
           "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}  # fmt: skip
-STATE_DTYPES = ("fp32", "bf16", "int8")
 CHUNK_MULTIPLE, INT8_CHUNK_MULTIPLE = 2048, 262144
 DTYPES = {
     "bfloat16": torch.bfloat16,
@@ -38,8 +40,6 @@ _SCALING = (
     "loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis",
     "consecutive_hysteresis", "min_loss_scale",
 )  # fmt: skip
-PLACES = ("auto", "device", "host", "disk")
-ORDERS = ("horizontal", "layer")
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ LEVELS: tuple[frozenset[str], ...] = (
     frozenset({"schedule", "store", "memory", "masters"}),
     frozenset({"partition"}),
     frozenset({"config", "crc", "deepspeed_config", "metrics", "kernels", "profile", "threads"}),
-    frozenset({"errors"}),
+    frozenset({"choices", "errors"}),
 )
 RANK = {name: rank for rank, names in enumerate(LEVELS) for name in names}
 PURE = ("offload.partition", "offload.schedule")

@@ -109,10 +109,10 @@ def folders(context: click.Context, param: click.Parameter, value: Sequence[str]
 
 def size(context: click.Context, param: click.Parameter, value: str | None) -> int | None:
     """Bytes, written as 2147483648, 2GiB or 2GB."""
-    from offload.config import parse_bytes
-
     if value is None:
         return None
+    from offload.config import parse_bytes
+
     try:
         return parse_bytes(value, param.opts[0])
     except ConfigError as error:

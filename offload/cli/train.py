@@ -19,9 +19,8 @@ from pathlib import Path
 
 import click
 
+from offload.choices import ORDERS, PLACES, STATE_DTYPES
 from offload.cli import shell
-from offload.config import ORDERS, PLACES, STATE_DTYPES
-from offload.deepspeed_config.recipe import recipe_of
 from offload.errors import BudgetError, ConfigError, StoreError
 
 NAME = "offload-train"
@@ -172,6 +171,8 @@ def command(
 
 def check_config(path: Path) -> Path:
     """Refuse what is no configuration before the script runs."""
+    from offload.deepspeed_config.recipe import recipe_of
+
     if not path.is_file():
         raise click.BadParameter(
             f"{path}: expected a DeepSpeed file, got nothing there.", param_hint="--config"
@@ -244,6 +245,9 @@ def show_log() -> None:
 
 
 def main() -> None:
+    # Torch's threads would else spin between products, on the processors of the updates.  The
+    # library reads this when it is loaded, so nothing above may import torch.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     job: Job = shell.parse(command)
     shell.terminate_as_exception()
     show_log()

@@ -204,3 +204,23 @@ def test_a_second_sigterm_does_not_interrupt_the_end_that_the_first_began() -> N
         signal.raise_signal(signal.SIGTERM)
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.parametrize(("given", "seen"), [(None, "passive"), ("active", "active")])
+def test_threads_wait_passively_from_the_first_import_of_torch(
+    given: str | None, seen: str, tmp_path: Path, drive: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """libgomp reads the policy when it is loaded; a setting of the user's stays."""
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    if given is not None:
+        monkeypatch.setenv("OMP_WAIT_POLICY", given)
+    script = tmp_path / "tell.py"
+    script.write_text(
+        "import os, sys\n"
+        "print('torch' in sys.modules, os.environ['OMP_WAIT_POLICY'])\n"
+        "import offload, torch\n"
+        "print(offload.OffloadEngine.__name__)\n"
+    )
+    done = offload_train("--nvme", drive, script)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["False", seen, "OffloadEngine"]
