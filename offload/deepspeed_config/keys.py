@@ -1,6 +1,6 @@
 """Every key of a DeepSpeed file, one row each: its kind of value, and what it does here.
 
-    USED      translated (translate.py); a test shows what it changes
+    USED      translated (recipe.py, hints.py, optimizers.py); a test shows what it changes
     a reason  accepted, told once: the key has no effect here, and why
 
 Keys are dotted paths.  For any of them null and "auto" count as absent.

@@ -32,7 +32,7 @@ class AfterStep:
         self._engine = engine
         self._scheduler = scheduler
         self._every = recipe.report_every
-        self._train_batch = recipe.batch().train or 1
+        self._recipe = recipe
         self._csv = CsvMonitor(recipe.csv) if recipe.csv is not None else None
         self._before = 0
 
@@ -61,7 +61,8 @@ class AfterStep:
             values = {"lr": used[0], "grad_norm": engine.grad_norm or 0.0}
             if engine.scale.enabled:
                 values["loss_scale"] = engine.scale.value
-            self._csv.write(engine.global_step * self._train_batch, values)
+            samples = self._recipe.batch(engine.config.gradient_accumulation_steps).train or 1
+            self._csv.write(engine.global_step * samples, values)
 
 
 class CsvMonitor:

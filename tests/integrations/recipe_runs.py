@@ -7,6 +7,7 @@ come from `offload.optim.schedules`, which has tests of its own.
 from __future__ import annotations
 
 import functools
+import json
 import math
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -107,8 +108,6 @@ def batches(name: str, step: int) -> list[tuple[Tensor, Tensor]]:
 
 def config_file(name: str, folder: Path) -> Path:
     """The file with `folder` for its drive; "auto" is filled as transformers would."""
-    import json
-
     text = (RECIPES / name).read_text().replace("/local_nvme", str(folder))
     path = folder / name
     path.write_text(text)

@@ -33,6 +33,7 @@ def initialize(  # noqa: PLR0913 (the names are DeepSpeed's)
 ) -> _Made:  # fmt: skip
     """Make an engine of `model`; returns (engine, optimizer, training_dataloader, lr_scheduler).
 
+    The arguments up to `training_data` may be positional.
     `config`, `config_params` or `args.deepspeed_config`: a DeepSpeed file, as path, dict or base64;
     without them, what `offload-train --config` names.  `optimizer`: an instance, a class, or a
     callable that makes one of parameters; it replaces the file's.  `lr_scheduler`: likewise, a
