@@ -1,6 +1,8 @@
 """Where weights and state shall live, and the sizes that bound memory and queue depth.
 
-offload_param, offload_optimizer    none -> the plan's choice   cpu -> HOST   nvme -> DISK
+offload_param      none -> DEVICE    cpu -> HOST   nvme -> DISK   absent -> what fits stays
+offload_optimizer  none -> as absent, since updates run on the processor, and state on a GPU would
+                   travel at each
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from offload.errors import ConfigError
 
 ZERO = "zero_optimization"
 PARTS = {"offload_param": "weights", "offload_optimizer": "state"}
-_PLACES = {"cpu": "host", "nvme": "disk"}
+_PLACES = {"none": "device", "cpu": "host", "nvme": "disk"}
 _OLD = {"cpu_offload_param": "offload_param", "cpu_offload": "offload_optimizer"}
 _SIZES = {
     "stage3_param_persistence_threshold": "param_persistence_threshold",
@@ -35,7 +37,7 @@ class Part:
 
 
 def placement(flat: Mapping[str, Any]) -> Part:
-    """`placement` and `nvme_path`; raises ConfigError where nvme has no path."""
+    """`placement` and `nvme_path`; raises ConfigError for another stage, or two devices."""
     part = Part()
     stage = flat.get(f"{ZERO}.stage", 0)
     if stage not in (0, 1, 2, 3):
@@ -48,16 +50,14 @@ def placement(flat: Mapping[str, Any]) -> Part:
     wanted: dict[str, str] = {}
     paths: list[str] = []
     for name, what in PARTS.items():
-        old = next(key for key, new in _OLD.items() if new == name)
-        device = flat.get(f"{ZERO}.{name}.device", "none")
-        if flat.get(f"{ZERO}.{old}"):
-            if f"{ZERO}.{name}.device" in flat and device != "cpu":
-                raise ConfigError(
-                    f"config, {ZERO}.{old}: expected no such key beside {ZERO}.{name}.device ="
-                    f" {device!r}, got true. Leave {old} out."
-                )
-            device = "cpu"
-        wanted[what] = _PLACES.get(device, "auto")
+        device = _device(flat, name)
+        wanted[what] = _PLACES[device] if device else "auto"
+        if device == "none" and what == "state":
+            wanted[what] = "auto"
+            part.notes[f"{ZERO}.{name}.device"] = (
+                f"{ZERO}.{name}.device none: optimizer state stays in host memory as far as it"
+                " fits, since updates run on the processor"
+            )
         path = flat.get(f"{ZERO}.{name}.nvme_path")
         if device == "nvme" and path and path not in paths:
             paths.append(path)
@@ -66,6 +66,20 @@ def placement(flat: Mapping[str, Any]) -> Part:
     if paths:
         part.settings["nvme_path"] = paths
     return part
+
+
+def _device(flat: Mapping[str, Any], name: str) -> str | None:
+    """What a file says of one part, by either of two names; None: nothing."""
+    device: str | None = flat.get(f"{ZERO}.{name}.device")
+    old = next(key for key, new in _OLD.items() if new == name)
+    if not flat.get(f"{ZERO}.{old}"):
+        return device
+    if device not in (None, "cpu"):
+        raise ConfigError(
+            f"config, {ZERO}.{old}: expected no such key beside {ZERO}.{name}.device ="
+            f" {device!r}, got true. Leave {old} out."
+        )
+    return "cpu"
 
 
 def sizes(flat: Mapping[str, Any]) -> Part:

@@ -67,6 +67,10 @@ def test_one_setting_under_two_names_is_refused():
             {"optimizer": {"type": "Adam", "params": {"max_grad_norm": 1}}, "gradient_clipping": 2},
             "max_grad_norm: expected 2.0, the value of gradient_clipping, got 1",
         ),
+        (
+            {"zero_optimization": {"cpu_offload": True, "offload_optimizer": {"device": "nvme"}}},
+            "cpu_offload: expected no such key beside .*offload_optimizer.device = 'nvme', got tr",
+        ),
         ({"zero_optimization": {"sub_group_size": 0}}, "sub_group_size: expected at least 1"),
         ({"zero_optimization": {"max_live_parameters": -1}}, "expected at least 0, got -1"),
     ],

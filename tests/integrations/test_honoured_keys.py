@@ -109,6 +109,20 @@ def config_of(config: dict, environment: dict | None = None, **settings):
     return make_config(rest, environment, under=given.under)
 
 
+def test_without_a_device_weights_stay_gathered_and_state_where_it_fits(tmp_path):
+    parts = {"offload_param": {"device": "none"}, "offload_optimizer": {"device": "none"}}
+    assert config_of({ZERO: parts}).placement == Wanted("device", "auto")
+    assert "since updates run on the processor" in str(recipe_of({ZERO: parts}).notes)
+    assert config_of({ZERO: {"stage": 3}}).placement == Wanted("auto", "auto")
+    settings = {"param_persistence_threshold": 0, "device_memory": "64MiB"}
+    with engine_of(tmp_path, {ZERO: parts}, **settings) as engine:
+        for index in range(3):
+            step(engine, index)
+        assert not sum(engine.metrics.evictions.values())
+        blueprint = engine._parts.ground.blueprint
+        assert len(blueprint.placement.kept) == len(blueprint.found.units)
+
+
 @pytest.mark.parametrize("path", FIELDS)
 def test_a_key_sets_the_engines_field(path):
     value, others, field, with_it, without_it = FIELDS[path]
