@@ -39,6 +39,8 @@ ZOO = {kind.__name__: Case(kind=kind) for kind in KINDS} | {
     "LowRank-nonreentrant": dataclasses.replace(
         LOW_RANK, options=(("checkpointing", "nonreentrant"),)
     ),
+    "LowRankInside": dataclasses.replace(LOW_RANK, kind=zoo.LowRankInside),
+    "LowRankReentrantInside": dataclasses.replace(LOW_RANK, kind=zoo.LowRankReentrantInside),
     "Mixture-nonreentrant": Case(kind=zoo.Mixture, options=(("checkpointing", "nonreentrant"),)),
     "Mixture-reentrant": Case(kind=zoo.Mixture, options=(("checkpointing", "reentrant"),)),
 }
@@ -46,6 +48,7 @@ PLACES: dict[str, dict[str, Any]] = {
     "disk": {"placement": "disk"},
     "host": {"placement": "host"},
     "mixed": {"placement": {"weights": "host", "state": "disk"}, "param_persistence_threshold": 60},
+    "device": {"placement": "device", "host_memory": "64MiB", "device_memory": "64MiB"},
     "auto": {"placement": "auto"},  # with a budget for a half
 }
 

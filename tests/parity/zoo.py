@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from models import VOCAB, Block, Decoder, token_loss
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
+from torch.utils.checkpoint import checkpoint
 
 WIDTH = 24
 
@@ -207,12 +208,37 @@ class Adapter(nn.Module):
 class LowRank(Small):
     """Everything is frozen but adapters, which tests choose by name."""
 
+    kind: type[Block] = Block
+
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
+        width = self.embed.embedding_dim
+        self.blocks = nn.ModuleList(self.kind(width, 2) for _ in self.blocks)
         for block in self.blocks:
             block.qkv, block.up = Adapter(block.qkv), Adapter(block.up)
         # As adapters' users do, since reentrant checkpoints need an input with a gradient.
         self.embed.register_forward_hook(lambda module, args, out: out.requires_grad_())
+
+
+class CheckpointInside(Block):
+    """Recomputes itself below its own hooks."""
+
+    reentrant = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(super().forward, x, use_reentrant=self.reentrant)
+
+
+class ReentrantInside(CheckpointInside):
+    reentrant = True
+
+
+class LowRankInside(LowRank):
+    kind = CheckpointInside
+
+
+class LowRankReentrantInside(LowRank):
+    kind = ReentrantInside
 
 
 class Bags(nn.Module):
