@@ -126,9 +126,15 @@ def store_folder(settings: Mapping[str, Any]) -> Path:
 def _scratch(
     recipe: Recipe, settings: Mapping[str, Any], environment: Mapping[str, str]
 ) -> tempfile.TemporaryDirectory[str] | None:
-    named = "nvme_path" in settings or environment.get("OFFLOAD_NVME") or recipe.needs_disk
-    if named:
+    """A folder for a store that nobody named; None: one is named.  Raises where one must be."""
+    if "nvme_path" in {**settings, **recipe.settings} or environment.get("OFFLOAD_NVME"):
         return None
+    if recipe.needs_disk:
+        raise ConfigError(
+            "config, zero_optimization: nvme_path: expected a folder beside device nvme, got none."
+            " Add it to offload_param or offload_optimizer, pass nvme_path=, or run under"
+            " `offload-train --nvme DIR`."
+        )
     return tempfile.TemporaryDirectory(prefix="offload-", ignore_cleanup_errors=True)
 
 
