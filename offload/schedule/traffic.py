@@ -130,7 +130,8 @@ def fetches(layout: Layout, uses: Uses) -> tuple[list[int], list[int]]:
 
 
 def _backward_fetches(layout: Layout, order: Sequence[int], turning: list[int]) -> Iterator[int]:
-    """A unit leaves after its last use, or when there is no room, least recently used first."""
+    """A unit leaves after its last use, one with frozen tensors or any when there is no room, least
+    recently used first."""
     present = list(turning)
     last = {index: place for place, index in enumerate(order)}
     for place, index in enumerate(order):
@@ -140,7 +141,8 @@ def _backward_fetches(layout: Layout, order: Sequence[int], turning: list[int]) 
             while present and _gathered(layout, [*present, index]) > layout.weight_capacity:
                 present.pop(0)
             yield index
-        if last[index] != place or not layout.units[index].trainable_elems:
+        frozen = any(not slot.tensor.trainable for slot in layout.units[index].slots)
+        if last[index] != place or frozen:
             present.append(index)
 
 

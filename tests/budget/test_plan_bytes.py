@@ -37,6 +37,17 @@ class Fp32Norms(models.Decoder):
                 module.float()
 
 
+class PartlyFrozen(models.Decoder):
+    """Half of each block is frozen, and one block whole."""
+
+    def __init__(self, **options) -> None:
+        super().__init__(**options)
+        for block in self.blocks:
+            block.norm_1.requires_grad_(False)
+            block.qkv.requires_grad_(False)
+        self.blocks[1].requires_grad_(False)
+
+
 HALF = {"dtype": "float16", "loss_scale": 64}
 PLACEMENTS = {
     "everything on disk": {},
@@ -89,6 +100,12 @@ PLACEMENTS = {
     },
     "tied weights": {"shape": MODEL | {"tied": True}},
     "checkpointing": {"shape": MODEL | {"checkpointing": "nonreentrant"}},
+    "frozen parts": {"model": PartlyFrozen},
+    "frozen parts, recomputed": {
+        "model": PartlyFrozen, "shape": MODEL | {"checkpointing": "nonreentrant"}
+    },
+    "frozen parts, little room": {"model": PartlyFrozen, "device_memory": "800KB"},
+    "blocks used twice": {"model": models.RepeatedBlock, "device_memory": "800KB"},
     "weights used elsewhere": {"model": models.OutsideWeight, "shape": {}},
 }  # fmt: skip
 
