@@ -38,6 +38,7 @@ from offload.engine.generation import (
 )
 from offload.engine.importing import import_zero
 from offload.engine.intact import check_intact
+from offload.engine.loading_dict import StateDictLoading
 from offload.engine.micro_batches import train_batch
 from offload.engine.planning import PlanOnly, current_plan, first_plan
 from offload.engine.reader import current
@@ -107,6 +108,7 @@ class OffloadEngine:
         self._checkpoints = Checkpoints(self._parts)
         self._close = weakref.finalize(self, _close, self._parts, os.getpid(), given.scratch)
         take_over(model, self._parts)
+        StateDictLoading(model, self._parts)
         self._parts.hooks.last_micro_step = self.config.gradient_accumulation_steps == 1
         if self.resumed:
             resume(self)

@@ -40,6 +40,11 @@ class Guard(Protocol):
     @property
     def making_state_dict(self) -> bool: ...
 
+    @property
+    def loading(self) -> dict[str, torch.Tensor] | None:
+        """What `load_state_dict` copies, by name, while it runs."""
+        ...
+
 
 def _properties(*names: str) -> set[Any]:
     found: set[Any] = set()
@@ -131,6 +136,11 @@ class EvictedParameter(_Kept):
                 return repr(evicted[0])
             if func is _Tensor.detach and evicted[0]._guard.making_state_dict:
                 return torch.empty_like(evicted[0], device="meta")  # replaced by the dict's hook
+            if func is _Tensor.copy_ and isinstance(args[0], EvictedParameter):
+                guard = args[0]._guard
+                if guard.loading is not None:
+                    guard.loading[guard.name_of(args[0])] = args[1]
+                    return args[0]
             for parameter in evicted:
                 if isinstance(parameter, EvictedParameter) and not parameter._guard.serve(
                     parameter

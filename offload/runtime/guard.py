@@ -23,6 +23,7 @@ class ParameterGuard:
             for slot, parameter in zip(unit.unit.slots, unit.parameters, strict=True)
         }
         self.making_state_dict = False
+        self.loading: dict[str, torch.Tensor] | None = None  # by load_state_dict
         self.residency: Residency | None = None  # set once; the residency needs the guard's class
         self.lent: LentGradients | None = None  # set once, likewise
 

@@ -94,7 +94,6 @@ BYPASSING: dict[str, Callable[[Param], object]] = {
 }
 
 ON_THE_MODEL: dict[str, Callable[[nn.Module], object]] = {
-    "load_state_dict": lambda m: m.load_state_dict(Case().model().state_dict()),
     "double": lambda m: m.double(),
     "half": lambda m: m.half(),
     "apply": lambda m: m.apply(initialise),
