@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from offload.engine.assembly import store_name
 from offload.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -53,6 +54,11 @@ def clip_next_step(engine: OffloadEngine, max_norm: float) -> None:
 def end_step(engine: OffloadEngine) -> None:
     """Clip as `gradient_clipping` says again."""
     engine._parts.stepper.max_norm = engine.config.gradient_clipping
+
+
+def name_of(engine: OffloadEngine) -> str:
+    """The name under which its store lies; another engine with it has that store."""
+    return store_name(engine._parts.ground.blueprint)
 
 
 def on_close(engine: OffloadEngine, action: Callable[[], Any]) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 
 from offload.deepspeed_config.recipe import Recipe
+from offload.engine import outer_loop
 from offload.engine.configured import configured_source
 from offload.engine.facade import OffloadEngine
 from offload.errors import ConfigError
@@ -42,16 +43,16 @@ class FolderModel:
         return {name: (id(p), p.data_ptr(), p._version) for name, p in named}
 
 
-def make_engine(trainer: Any, *, fresh: bool) -> OffloadEngine:
-    """Take over the model of an OffloadTrainer; `fresh`: over the store that it had before.
+def make_engine(trainer: Any, *, before: OffloadEngine | None) -> OffloadEngine:
+    """Take over the model of an OffloadTrainer; in the store of the engine that it had before.
 
     Raises ConfigError, BudgetError or StoreError; then nothing is taken over.
     """
     file = file_of(trainer)
     settings = engine_settings(trainer.model, trainer.args, trainer.offload, file=file)
     settings |= _optimizer(trainer, file)
-    if fresh:
-        settings["resume"] = False
+    if before is not None:
+        settings |= {"resume": False, "name": outer_loop.name_of(before)}
     loaded = trainer.loaded
     known = loaded is not None and loaded.model.module is trainer.model
     engine = OffloadEngine(loaded.as_it_is() if known else trainer.model, **settings)

@@ -74,9 +74,9 @@ class OffloadTrainer(Trainer):
         """
         self.offload = dict(offload or {})
         check_offload(self.offload)
-        if args is not None:
-            check_arguments(args)
-            args._n_gpu = min(args.n_gpu, 1)  # or it would wrap the model for several devices
+        args = TrainingArguments("tmp_trainer") if args is None else args  # as Trainer does
+        check_arguments(args)
+        args._n_gpu = min(args.n_gpu, 1)  # or it would wrap the model for several devices
         self.loaded: FolderModel | None = None
         if isinstance(model, str | os.PathLike):
             self.loaded = FolderModel(Path(model), scratch=store_folder(self.offload))
@@ -109,9 +109,8 @@ class OffloadTrainer(Trainer):
     def _take_over(self) -> None:
         if self.engine is not None and self.engine.module is self.model:
             return
-        again = self.engine is not None  # model_init has made another model: the store is ours
-        self.close()
-        self.engine = make_engine(self, fresh=again)
+        self.close()  # model_init has made another model: the store is ours
+        self.engine = make_engine(self, before=self.engine)
         _, self.optimizer = attach(self.accelerator, self.engine)
 
     def create_scheduler(

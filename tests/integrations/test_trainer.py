@@ -274,6 +274,7 @@ def test_a_model_from_a_function_is_made_anew_by_every_training(make: Any) -> No
     trainer.train()
     assert logged(trainer, "loss") == losses
     assert trainer.engine is not first
+    assert len(list(trainer.engine.config.nvme_path[0].glob("offload-*"))) == 1
 
 
 def test_fp16_skips_what_overflows_and_the_schedule_waits(make: Any) -> None:
