@@ -113,7 +113,9 @@ def hardware_slug() -> str:
     return "-".join(part for part in parts if part)
 
 
-PRIVATE_SETTINGS = ("peer_python", "peer_extensions", "folder", "as_json", "save", "theme")
+PRIVATE_SETTINGS = (
+    *("peer_python", "peer_extensions", "folder", "profile", "as_json", "save", "theme"),
+)
 
 
 def told_settings(settings: Any) -> dict[str, Any]:

@@ -69,9 +69,8 @@ class Outlook:
 
     @property
     def read_bytes(self) -> int:
-        """Of one step; less by what updates take from fetches, where they run ahead."""
-        lent = 0 if self.plan.overlap == "hold" else self.plan.traffic.lent
-        return sum(self.plan.traffic.read.values()) - lent
+        """Of one step; less by what updates likely take from fetches, where they run ahead."""
+        return self.plan.traffic.likely_read(held=self.plan.overlap == "hold")
 
     def __str__(self) -> str:
         parts = (

@@ -82,8 +82,7 @@ def predict(
     if threads.shared:
         compute = max(compute, parts.cpu / threads.processors)
     drives = rates or Rates()
-    lent = 0 if held else traffic.lent
-    read = Flow(sum(traffic.read.values()) - lent)
+    read = Flow(traffic.likely_read(held=held))
     written = Flow(sum(traffic.written.values()))
     step_s = _step(parts, traffic, uses, threads=threads, rates=drives, held=held)
     spent = Spent(
@@ -141,7 +140,7 @@ def _step(
     forward = sum(size for name, size in traffic.read.items() if name.startswith("forward."))
     backward = sum(size for name, size in traffic.read.items() if name.startswith("backward."))
     spilled = traffic.written.get("backward.grad", 0)
-    back = sum(traffic.read.values()) - forward - backward - (0 if held else traffic.lent)
+    back = traffic.likely_read(held=held) - forward - backward
     out = sum(traffic.written.values()) - spilled
     compute = (parts.forward + parts.backward) / passes
     plain = max(compute, _drive_s((forward + backward) / passes, spilled / passes, rates))

@@ -23,6 +23,8 @@ from offload.partition.unit import STORE_ALIGN_BYTES, Role, Unit, round_up
 from offload.schedule.device import weight_bytes
 from offload.schedule.placement import Formats, Placement
 
+LENT_SHARE = 0.5  # of what updates could take from fetches; the rest has left its slot before
+
 
 @dataclass(frozen=True)
 class Uses:
@@ -51,6 +53,10 @@ class Traffic:
     read: Mapping[str, int]
     written: Mapping[str, int]
     lent: int = 0  # of `read`, the most that updates ahead of step() need not read
+
+    def likely_read(self, *, held: bool) -> int:
+        """Bytes read where updates run ahead and find some of what was fetched, or are `held`."""
+        return sum(self.read.values()) - (0 if held else int(LENT_SHARE * self.lent))
 
     @property
     def total(self) -> int:
