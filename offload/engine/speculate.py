@@ -12,12 +12,12 @@ The committed side is read and never written, so going back is exact and costs o
 from __future__ import annotations
 
 import logging
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
+from offload.engine.history import History
 from offload.engine.ledger import Ledger, Made, account
 from offload.engine.updates import Rows, UpdateBuilder
 from offload.errors import StateError, StoreError
@@ -26,9 +26,7 @@ from offload.partition.unit import Unit
 from offload.runtime.gradients import GradientKeeper
 from offload.runtime.loans import Loans
 
-RECENT_STEPS = 16
 _LOG = logging.getLogger(__name__)
-MOST_REDONE = 0.25  # of recent steps; above it holding is cheaper than redoing
 
 
 @dataclass
@@ -54,30 +52,6 @@ class Assumption:
 
     def place(self, unit: Unit) -> int:
         return self._places.get(unit.index, len(self._places))
-
-
-class History:
-    """What bets have cost, over recent steps and in all."""
-
-    def __init__(self) -> None:
-        self.kept_elems = 0
-        self.redone_elems = 0
-        self.voided = 0  # elements of this step's that later or edited gradients have made void
-        self._shares: deque[float] = deque(maxlen=RECENT_STEPS)
-
-    def add(self, staked: int, lost: int, *, clipped: bool) -> None:
-        """Note a step; one that was held and clipped is one that would have been redone."""
-        self._shares.append(lost / staked if staked else float(clipped))
-        self.kept_elems += staked - lost
-        self.redone_elems += lost
-
-    def take_voided(self) -> int:
-        """End a step's count."""
-        voided, self.voided = self.voided, 0
-        return voided
-
-    def often_redone(self) -> bool:
-        return sum(self._shares) > MOST_REDONE * RECENT_STEPS
 
 
 class Speculator:
@@ -109,7 +83,9 @@ class Speculator:
         """The last backward of a step begins: decide whether to speculate in it."""
         self.history.voided += sum(self._units[unit].trainable_elems for unit in self._bets)
         self._drop_all()
-        if self._mode == "speculate" or (self._mode == "auto" and not self.history.often_redone()):
+        spent = self._ledger.metrics.last.get("seconds", {})
+        self.history.took(sum(spent.get(phase, 0.0) for phase in ("forward", "backward", "step")))
+        if self._mode == "speculate" or (self._mode == "auto" and self.history.pays()):
             self._ledger.finish()  # the spare sides are free once the last commit is there
             self._loans.open = True
             self._now = self._assume()
