@@ -150,6 +150,7 @@ def _lay_ground(
     if threads is not None:
         closing.callback(threads.close)
     device = make_device(blueprint.device, threads)
+    closing.callback(device.register(memory.slab.buffer.address, memory.slab.num_bytes))
     units = {unit.index: unit for unit in blueprint.units}
     small = blueprint.found.persistent
     persistent = None

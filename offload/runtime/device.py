@@ -1,30 +1,39 @@
 """The device behind one small interface, so that a machine without a GPU runs the same code.
 
-fill:  host slot (16-bit halves) --convert--> slice of a unit's flat storage
-take:  gradient on the device    --round----> host tensor
+    fill   host slot (16-bit halves) --convert--> slice of a unit's flat storage
+    take   gradients on the device   -----------> host tensors
+
+On a GPU a fill runs on a stream of its own: behind what compute was given before it, since that
+made the storage, and in front of what it is given from then on.  The slot is busy until then.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
 
 from offload import kernels
+from offload.runtime.streams import CudaStreams, Event, Lane, Streams
 
 
 class Device(Protocol):
     """What the runtime asks of a device."""
 
-    def fill(self, dst: torch.Tensor, hi: torch.Tensor, lo: torch.Tensor | None) -> None:
+    def fill(self, dst: torch.Tensor, hi: torch.Tensor, lo: torch.Tensor | None) -> Event | None:
         """Write weights into `dst` (n,) from bf16 `hi` (n,) and, for exact fp32, int16 `lo` (n,).
 
-        HOST memory may be reused when this returns.
+        HOST memory may be reused when the event has passed; None: when this returns.
         """
         ...
 
-    def to_host(self, grad: torch.Tensor) -> torch.Tensor:
-        """A contiguous (n,) HOST view or copy of a gradient."""
+    def to_host(self, grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Contiguous (n,) HOST views or copies of gradients, readable when this returns."""
+        ...
+
+    def register(self, address: int, num_bytes: int) -> Callable[[], None]:
+        """HOST memory that fills read from; call the result before it is freed."""
         ...
 
 
@@ -40,31 +49,59 @@ class CpuDevice:
         else:
             kernels.join(hi, lo, dst, threads=self._threads)
 
-    def to_host(self, grad: torch.Tensor) -> torch.Tensor:
-        return grad.detach().contiguous().view(-1)
+    def to_host(self, grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return [grad.detach().contiguous().view(-1) for grad in grads]
+
+    def register(self, address: int, num_bytes: int) -> Callable[[], None]:
+        return lambda: None
 
 
-class CudaDevice:
-    """Copies on the current stream; the host waits for each, so a slot may be reused at once."""
+class StreamDevice:
+    """Copies on their own streams, ordered with compute by events."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, streams: Streams) -> None:
+        self._streams = streams
 
-    def fill(self, dst: torch.Tensor, hi: torch.Tensor, lo: torch.Tensor | None) -> None:
-        with torch.no_grad():
-            if lo is None:
-                dst.copy_(hi, non_blocking=True)
-            else:
-                # bits = (hi << 16) + sign_extend(lo): the addition carries, so it is done in int32
-                high = hi.to(self._device, non_blocking=True).view(torch.int16).to(torch.int32)
-                bits = (high << 16) + lo.to(self._device, non_blocking=True).to(torch.int32)
-                dst.copy_(bits.view(torch.float32))
-        torch.cuda.current_stream(self._device).synchronize()
+    def fill(self, dst: torch.Tensor, hi: torch.Tensor, lo: torch.Tensor | None) -> Event:
+        streams = self._streams
+        # The storage may be memory that kernels given earlier still use under its former name.
+        streams.wait(Lane.IN, streams.record(Lane.COMPUTE))
+        streams.run(Lane.IN, lambda: _copy_in(dst, hi, lo))
+        copied = streams.record(Lane.IN)
+        # So compute reads whole weights, and whoever frees the storage frees it behind the copy.
+        streams.wait(Lane.COMPUTE, copied)
+        return copied
 
-    def to_host(self, grad: torch.Tensor) -> torch.Tensor:
-        return grad.detach().contiguous().view(-1).cpu()
+    def to_host(self, grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        streams = self._streams
+        landed = [streams.landing(grad.numel(), grad.dtype) for grad in grads]
+        # Called in the hook that saw the last gradient: they are made by its stream's work so far.
+        streams.wait(Lane.OUT, streams.record(Lane.COMPUTE))
+        for grad, host in zip(grads, landed, strict=True):
+            flat = grad.detach().reshape(-1)
+            streams.run(Lane.OUT, lambda host=host, flat=flat: _copy_out(host, flat))  # type: ignore[misc]
+        # Until then nobody frees the gradients, so their memory needs no note of this stream.
+        streams.record(Lane.OUT).wait()
+        return landed
+
+    def register(self, address: int, num_bytes: int) -> Callable[[], None]:
+        return self._streams.register(address, num_bytes)
+
+
+def _copy_in(dst: torch.Tensor, hi: torch.Tensor, lo: torch.Tensor | None) -> None:
+    if lo is None:
+        dst.copy_(hi, non_blocking=True)
+        return
+    # bits = (hi << 16) + sign_extend(lo): the addition carries, so it is done in int32
+    high = hi.to(dst.device, non_blocking=True).view(torch.int16).to(torch.int32)
+    bits = (high << 16) + lo.to(dst.device, non_blocking=True).to(torch.int32)
+    dst.copy_(bits.view(torch.float32))
+
+
+def _copy_out(host: torch.Tensor, flat: torch.Tensor) -> None:
+    host.copy_(flat, non_blocking=True)
 
 
 def make_device(device: torch.device, threads: kernels.Threads | None) -> Device:
     """The implementation for `device`."""
-    return CudaDevice(device) if device.type == "cuda" else CpuDevice(threads)
+    return StreamDevice(CudaStreams(device)) if device.type == "cuda" else CpuDevice(threads)

@@ -30,6 +30,7 @@ from offload.runtime.binding import BoundUnit
 from offload.runtime.device import Device
 from offload.runtime.loans import RESERVE, Loans
 from offload.runtime.resident import ResidentBuffers
+from offload.runtime.streams import Event
 
 
 class Place(Protocol):
@@ -68,6 +69,16 @@ class _Piece:
     tickets: list[aio.Ticket]
 
 
+@dataclass
+class _Leaving:
+    """A slot that a copy reads."""
+
+    unit: int
+    piece: _Piece
+    copied: Event | None  # None: it has ended
+    lendable: bool
+
+
 class _Fetch:
     """One unit's transfer: chunks not yet submitted, and pieces in flight in order."""
 
@@ -94,6 +105,7 @@ class Fetcher:
         self._chunk_elems = chunk_elems
         self._metrics = metrics
         self._fetches: dict[int, _Fetch] = {}
+        self._leaving: deque[_Leaving] = deque()  # oldest first
         self.loans = Loans(slots)
         self.phase = "forward"  # names the bytes in the metrics
 
@@ -128,7 +140,9 @@ class Fetcher:
         here = self._resident.weights(unit.index, unit.states.weights.fetched)
         if here is not None:
             self._source.wait(unit.index)
-            self._convert(unit, here, bound.flat)
+            copied = self._convert(unit, here, bound.flat)
+            if copied is not None:
+                copied.wait()  # an update works on this memory
             return
         fetch = self._fetches.pop(unit.index, None)
         self._metrics.fetches[unit.name] += 1
@@ -140,6 +154,11 @@ class Fetcher:
                 piece = fetch.flying.popleft()
                 self._finish(piece, bound.flat, unit)
                 self._pump(fetch, keep=0, delay=0)
+                if not fetch.flying and fetch.next is not None:
+                    self._retire(wait=True)  # all slots are being copied from
+                    self._pump(fetch, keep=0, delay=0)
+            if self.loans.open:
+                self._retire(wait=True)  # the unit's update is told which slots it may read
             if fetch.next is not None:
                 raise StateError(f"fill of unit {unit.name!r}: expected a free slot, got none.")
             if self._metrics.timeline is not None:
@@ -150,11 +169,13 @@ class Fetcher:
             self._abandon(fetch)
 
     def discard(self) -> None:
-        """Give up all prefetches: their weights are about to change."""
+        """Give up all prefetches: their weights are about to change.  Waits for copies."""
+        self._retire(wait=True)
         self._give_up(but=set())
 
     def _pump(self, fetch: _Fetch, *, keep: int, delay: int) -> None:
         if fetch.next is not None and self._slots.num_free <= keep:
+            self._retire(wait=False)
             self.loans.collect()
         if not fetch.begun_ns and self._metrics.timeline is not None:
             fetch.begun_ns = time.perf_counter_ns()
@@ -183,30 +204,47 @@ class Fetcher:
             yield role, slot.part(start, round_up(size * num_elems, STORE_ALIGN_BYTES))
             start += size * self._chunk_elems
 
-    def _convert(self, unit: Unit, regions: Iterable[Region], dst: torch.Tensor) -> None:
+    def _convert(
+        self, unit: Unit, regions: Iterable[Region], dst: torch.Tensor
+    ) -> Event | None:  # fmt: skip
         weights = unit.states.weights
         pieces = [
             region.tensor(dtype_of(weights, role), len(dst))
             for role, region in zip(weights.fetched, regions, strict=True)
         ]
         with self._metrics.busy("fill"):
-            self._device.fill(dst, pieces[0], pieces[1] if weights.exact else None)
+            return self._device.fill(dst, pieces[0], pieces[1] if weights.exact else None)
 
     def _finish(self, piece: _Piece, flat: torch.Tensor, unit: Unit) -> None:
-        """Wait for one chunk and convert it; the slot is free or on loan whatever happens."""
+        """Wait for one chunk and convert it; its slot is let go whatever happens."""
+        copied = None
         try:
             with self._metrics.stall("weights", unit.name):
                 for ticket in piece.tickets:
                     ticket.wait()
             regions = self._parts(unit, piece.slot, piece.chunk.num_elems)
             dst = flat[piece.chunk.start : piece.chunk.stop]
-            self._convert(unit, (region for _, region in regions), dst)
+            copied = self._convert(unit, (region for _, region in regions), dst)
         finally:
             _settle(piece)
-            if unit.states.weights.lent:
-                self.loans.keep(unit.index, piece.chunk.index, piece.slot)
+            lendable = bool(unit.states.weights.lent) and self.loans.open
+            self._leaving.append(_Leaving(unit.index, piece, copied, lendable))
+            if copied is None:
+                self._retire(wait=True)
+
+    def _retire(self, *, wait: bool) -> None:
+        """Let go, oldest first, of slots that have been copied from: free, or on loan."""
+        while self._leaving:
+            oldest = self._leaving[0]
+            if oldest.copied is not None and not wait and not oldest.copied.done():
+                return
+            if oldest.copied is not None:
+                oldest.copied.wait()
+            self._leaving.popleft()
+            if oldest.lendable:
+                self.loans.keep(oldest.unit, oldest.piece.chunk.index, oldest.piece.slot)
             else:
-                self._slots.give_back(piece.slot)
+                self._slots.give_back(oldest.piece.slot)
 
     def _abandon(self, fetch: _Fetch) -> None:
         fetch.next = None

@@ -76,14 +76,15 @@ class GradientKeeper:
     def take(self, bound: BoundUnit) -> None:
         """Move the gradients that `bound` has now into what is kept, and clear them."""
         kept = self._kept[bound.unit.index]
-        grads: dict[str, torch.Tensor] = {}
+        found: dict[str, torch.Tensor] = {}
         for slot, parameter in zip(bound.unit.slots, bound.parameters, strict=True):
             grad = gradient_of(parameter)
             if grad is not None:
                 _check_plain(slot, grad)
-                grads[slot.tensor.name] = self._device.to_host(grad)
-        if not grads:
+                found[slot.tensor.name] = grad
+        if not found:
             return
+        grads = dict(zip(found, self._device.to_host(list(found.values())), strict=True))
         self.take_back(bound.unit.index)
         self._keep(kept, grads, round_to=kept.round_to)
         for parameter in bound.parameters:

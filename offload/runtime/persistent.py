@@ -95,4 +95,6 @@ class PersistentState:
     def refresh(self, device: Device) -> None:
         """Give the device the current weights."""
         lo = self.tensor(Role.MASTER_LO) if self._weights.exact else None
-        device.fill(self.bound.flat, self.tensor(Role.PARAM), lo)
+        copied = device.fill(self.bound.flat, self.tensor(Role.PARAM), lo)
+        if copied is not None:
+            copied.wait()  # an update may change the masters at any time

@@ -54,14 +54,14 @@ class DelayedCopies:
         self._random = random.Random(seed)
         self.num_fills = 0
 
-    def fill(self, dst, hi, lo) -> None:
+    def fill(self, dst, hi, lo):
         self.num_fills += 1
         self._wait()
-        self._device.fill(dst, hi, lo)
+        return self._device.fill(dst, hi, lo)
 
-    def to_host(self, grad):
+    def to_host(self, grads):
         self._wait()
-        return self._device.to_host(grad)
+        return self._device.to_host(grads)
 
     def _wait(self) -> None:
         if self._random.random() < 0.2:

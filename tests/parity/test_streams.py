@@ -1,0 +1,114 @@
+"""Copies on streams of their own: in every order that the events allow, the same numbers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from case import Case, assert_same, train_in_memory, train_offloaded
+from scripted_streams import ScriptedStreams
+
+from offload.engine import connect
+from offload.runtime.binding import BoundUnit
+from offload.runtime.device import StreamDevice
+from offload.runtime.streams import Lane
+
+NUM_ELEMS = 64
+
+
+def halves(seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(NUM_ELEMS, generator=generator).bfloat16()
+
+
+def test_a_fill_comes_behind_compute_and_compute_behind_the_fill() -> None:
+    streams = ScriptedStreams(0)
+    StreamDevice(streams).fill(torch.zeros(NUM_ELEMS), halves(0), None)
+    assert streams.log == [
+        "record compute", "wait in for compute", "run in", "record in", "wait compute for in"
+    ]  # fmt: skip
+
+
+def test_gradients_leave_behind_what_made_them_and_are_waited_for_once() -> None:
+    streams = ScriptedStreams(0)
+    grads = [torch.randn(4, 8), torch.randn(NUM_ELEMS)]
+    landed = StreamDevice(streams).to_host(grads)
+    assert streams.log == [
+        "record compute", "wait out for compute", "run out", "run out", "record out"
+    ]  # fmt: skip
+    assert all(torch.equal(one, grad.flatten()) for one, grad in zip(landed, grads, strict=True))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_host_memory_may_change_when_the_event_has_passed_and_not_before(seed: int) -> None:
+    streams = ScriptedStreams(seed, ignore_waits_of=Lane.COMPUTE)  # nobody else moves the copies
+    device = StreamDevice(streams)
+    slot, flat = halves(seed).clone(), torch.zeros(NUM_ELEMS)
+    copied = device.fill(flat, slot, None)
+    assert not copied.passed
+    while not copied.done():
+        assert torch.equal(slot, halves(seed))
+    slot.fill_(7.0)
+    assert torch.equal(flat, halves(seed).float())
+
+
+def test_whole_weights_are_joined_on_the_way() -> None:
+    master = torch.randn(NUM_ELEMS)
+    bits = master.view(torch.int32)
+    hi = ((bits + 0x8000) >> 16).to(torch.int16)
+    lo = (bits - (hi.to(torch.int32) << 16)).to(torch.int16)
+    flat = torch.zeros(NUM_ELEMS)
+    StreamDevice(ScriptedStreams(1)).fill(flat, hi.view(torch.bfloat16), lo).wait()
+    assert torch.equal(flat, master)
+
+
+@pytest.fixture
+def scripted(monkeypatch):
+    """Make engines whose device has scripted streams; returns the maker of the next ones."""
+    made: list[ScriptedStreams] = []
+
+    def use(seed: int, **options) -> list[ScriptedStreams]:
+        def make_device(device, threads):
+            made.append(ScriptedStreams(seed, **options))
+            return StreamDevice(made[-1])
+
+        def end_fill(bound, real=BoundUnit.end_fill):
+            made[-1].compute()  # whoever uses the weights runs what they wait for
+            real(bound)
+
+        monkeypatch.setattr(connect, "make_device", make_device)
+        monkeypatch.setattr(BoundUnit, "end_fill", end_fill)
+        return made
+
+    return use
+
+
+@pytest.mark.parametrize("place", ["disk", "host", "device", "auto"])
+@pytest.mark.parametrize("overlap", ["hold", "speculate"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+def test_training_over_streams_equals_memory(dtype, overlap, place, scripted, tmp_path) -> None:
+    case = Case(dtype=dtype, clipping=1.65, num_steps=4)
+    made = scripted(seed=3)
+    with case.engine(tmp_path, overlap=overlap, placement=place) as engine:
+        assert_same(train_offloaded(engine, case), train_in_memory(case))
+        assert len(made[-1].registered) == 1
+    assert made[-1].registered == []
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_three_slots_of_many_chunks_are_reused_only_behind_their_copies(
+    seed, scripted, tmp_path
+) -> None:
+    """Whoever asks for a slot finds the copies unfinished, and waits for the oldest."""
+    case = Case(num_steps=3)
+    made = scripted(seed, lazy=True)
+    with case.engine(tmp_path, host_memory="240KB") as engine:
+        assert engine.plan.placement.fetch_slots == 3
+        assert_same(train_offloaded(engine, case), train_in_memory(case))
+    assert made[-1].most_waiting > 3
+
+
+def test_a_mistake_in_the_order_is_found(scripted, tmp_path) -> None:
+    case = Case(num_steps=3)
+    scripted(seed=5, ignore_waits_of=Lane.COMPUTE)
+    with case.engine(tmp_path, placement="disk") as engine, pytest.raises(AssertionError):
+        assert_same(train_offloaded(engine, case), train_in_memory(case))
