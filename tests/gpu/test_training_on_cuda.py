@@ -1,10 +1,13 @@
 """Offloaded training on a CUDA device: the numbers of the same update in the device's memory."""
 
+import math
+
 import models
 import pytest
 import torch
 
 from offload import OffloadEngine, kernels
+from offload.errors import ConfigError
 
 pytestmark = [
     pytest.mark.gpu,
@@ -74,6 +77,51 @@ def train_in_memory() -> tuple[list[float], dict[str, torch.Tensor]]:
         masters[name] = torch.empty(len(hi))
         kernels.join(hi, lo, masters[name])
     return losses, masters
+
+
+CLIPPING = {"none": 0.0, "some": 1.65, "all": 1e-3}
+PLACES = [(weights, state) for weights in ("device", "host", "disk") for state in ("host", "disk")]
+
+
+def twenty_steps(folder, **settings) -> tuple[list[float], dict[str, torch.Tensor], int, int]:
+    """Losses, masters, elements kept and redone; the eighth step's loss is not finite."""
+    folder.mkdir()
+    engine = OffloadEngine(
+        models.build(models.Decoder), nvme_path=folder, lr=LR, device="cuda",
+        dtype=torch.bfloat16, compute_dtype=torch.float32, param_persistence_threshold=0,
+        host_memory="16MiB", device_memory="16MiB", chunk_elems=4096, **settings,
+    )  # fmt: skip
+    with engine:
+        losses = []
+        for step in range(20):
+            loss = engine(*batch(step)) * (math.inf if step == 7 else 1.0)
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+        assert engine.skipped_steps == 1
+        names = [name for name, _ in engine.module.named_parameters()]
+        history = engine._parts.speculator.history
+        masters = {name: engine.full_fp32_param(name) for name in names}
+        return losses, masters, history.kept_elems, history.redone_elems
+
+
+@pytest.mark.parametrize("rate", CLIPPING)
+@pytest.mark.parametrize("place", PLACES, ids="-".join)
+def test_overlapped_steps_equal_held_ones_wherever_things_are(place, rate, tmp_path):
+    clipping = {"gradient_clipping": CLIPPING[rate]}
+    held = twenty_steps(tmp_path / "held", overlap="hold", placement="disk", **clipping)
+    where = {"weights": place[0], "state": place[1]}
+    ours = twenty_steps(tmp_path / "ours", overlap="speculate", placement=where, **clipping)
+    assert ours[0] == held[0]
+    assert all(torch.equal(ours[1][name], held[1][name]) for name in held[1])
+    assert held[2] == 0
+    assert rate == "some" or (ours[2] > 0) is (rate == "none")
+    assert ours[3] > 0  # the step with the Inf; and those that are clipped
+
+
+def test_state_on_the_device_is_refused_with_the_reason(tmp_path):
+    with pytest.raises(ConfigError, match="Updates run on the processor"):
+        twenty_steps(tmp_path / "store", placement={"state": "device"})
 
 
 @pytest.mark.parametrize("overlap", ["hold", "speculate"])
