@@ -18,12 +18,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_iter
 
+from offload.errors import StateError
 from offload.runtime.binding import BoundUnit
 from offload.runtime.completion import Arrivals
 from offload.runtime.gradients import GradientKeeper, drop_graphs
@@ -80,11 +81,11 @@ class Hooks:
         keep = self._handles.append
         # The root's pre-hook must run before that of a unit whose module is the root.
         for module, units in needs:
-            enter, leave = _eager(partial(self._enter, units)), _eager(partial(self._leave, units))
+            enter, leave = _Eager(partial(self._enter, units)), _Eager(partial(self._leave, units))
             keep(module.register_forward_pre_hook(enter, prepend=True))
             keep(module.register_forward_hook(leave, always_call=True))
-        keep(model.register_forward_pre_hook(_eager(self._enter_root), prepend=True))
-        keep(model.register_forward_hook(_eager(self._leave_root), always_call=True))
+        keep(model.register_forward_pre_hook(_Eager(self._enter_root), prepend=True))
+        keep(model.register_forward_hook(_Eager(self._leave_root), always_call=True))
         for index, bound in enumerate(self._residency.bound):
             for position, parameter in enumerate(bound.parameters):
                 if parameter.requires_grad:
@@ -229,10 +230,21 @@ def _watch(output: Any, action: Callable[[], None]) -> None:
             _watch(list(vars(item).values()), action)
 
 
-def _eager(hook: Callable[..., None]) -> Callable[..., None]:
-    """A hook that torch.compile calls and does not look into."""
-    disabled: Callable[..., None] = torch.compiler.disable(hook)
-    return disabled
+class _Eager:
+    """A hook that torch.compile calls and does not look into; it stays with its module."""
+
+    def __init__(self, hook: Callable[..., None]) -> None:
+        self.__wrapped__ = hook
+        self._call: Callable[..., None] = torch.compiler.disable(hook)
+
+    def __call__(self, *args: Any) -> None:
+        self._call(*args)
+
+    def __reduce_ex__(self, proto: Any) -> NoReturn:
+        raise StateError(
+            "copying or pickling of a model that an engine holds: its weights live in the store."
+            " Save or copy engine.module.state_dict() instead, or use engine.export(...)."
+        )
 
 
 def _inside_backward() -> bool:

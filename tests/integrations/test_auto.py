@@ -480,3 +480,18 @@ def test_bf16_models_get_exact_masters(watched):
     assert watched.took_over
     assert ours[0] == plain[0]
     assert ours == pytest.approx(plain, rel=0.1)
+
+
+def test_the_best_weights_are_loaded_back(watched):
+    def script() -> dict[str, Tensor]:
+        model = seeded()
+        optimizer = MAKE["adamw"](model.parameters())
+        best = copy.deepcopy(loop(model, optimizer))
+        loop(model, optimizer)
+        model.load_state_dict(best)
+        assert all(same_bits(value, best[name]) for name, value in model.state_dict().items())
+        return loop(model, optimizer)
+
+    plain, ours = script(), watched.run(script)
+    assert watched.took_over
+    assert_close(ours, plain)
