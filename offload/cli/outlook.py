@@ -170,6 +170,7 @@ class Outlook:
                 "bytes": self.drive.endurance_bytes, "assumed": self.drive.assumed,
                 "steps": self.drive.steps(self.written_bytes) if self.written_bytes else None,
             },
+            "times": asdict(plan.times) if plan.times else None,
             "least": asdict(self.budgets),
             "largest": {
                 "num_params": self.largest.shape.num_params if self.largest.shape else 0,

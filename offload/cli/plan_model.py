@@ -22,7 +22,7 @@ from offload.cli.models import Made, make, products_of
 from offload.cli.outlook import TERABYTE, Budgets, Drive, Outlook
 from offload.config import ORDERS, PLACES, STATE_DTYPES, make_config
 from offload.engine.assembly import Blueprint, default_host_memory, offer, plan
-from offload.engine.planning import first_plan, guessed_uses, layout_of
+from offload.engine.planning import first_plan, guessed_uses, layout_of, times_of
 from offload.errors import ConfigError
 from offload.optim.choice import choose
 from offload.profile import choose as choose_profiles
@@ -31,6 +31,7 @@ from offload.schedule.account import account
 from offload.schedule.device import device_least_bytes
 from offload.schedule.placement import host_least_bytes, place
 from offload.schedule.predict import Speeds, Threads, predict
+from offload.schedule.rounds import Pace
 from offload.schedule.work import Work
 
 NAME = "offload plan"
@@ -65,13 +66,16 @@ def outlook(made: Made, settings: Mapping[str, Any], asked: Asked) -> Outlook:
         layout, uses, first.traffic, work=work, speeds=speeds, threads=threads,
         rates=blueprint.drives.speeds, held=held,
     )  # fmt: skip
+    pace = Pace(found.forward_s, found.backward_s, found.update_s)
+    times = times_of(blueprint, uses, pace, blueprint.drives.speeds)
     drive = _drive(blueprint, asked)
     limits = Limits(
         blueprint.config.host_memory or default_host_memory(), _device_limit(blueprint),
         drive.free_bytes,
     )  # fmt: skip
     return Outlook(
-        made.name, replace(first, predicted=found.bound), account(blueprint.units, layout.formats),
+        made.name, replace(first, predicted=found.bound, times=times),
+        account(blueprint.units, layout.formats),
         work, found, speeds, told, _budgets(blueprint), drive, limits, largest(blueprint, limits),
         (*notes, *_notes(made, blueprint, asked)),
     )  # fmt: skip

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
 from offload.engine.assembly import Blueprint, spill_bytes
 from offload.engine.connect import Parts
 from offload.engine.left_out import left_out
@@ -9,6 +14,8 @@ from offload.metrics.bound import Rates
 from offload.runtime.horizon import Phase
 from offload.schedule.plan import Plan, Space, unit_plans
 from offload.schedule.presence import device_peak_bytes
+from offload.schedule.rounds import Pace
+from offload.schedule.timetable import Timetable, timetable
 from offload.schedule.traffic import Layout, Uses, step_traffic
 from offload.store.extents import UnitExtents, lay_out_file
 
@@ -57,7 +64,30 @@ def current_plan(parts: Parts) -> Plan:
     if bound is None:
         return _plan(blueprint, uses, blueprint.drives.speeds, "profile", None)
     rates = Rates(**bound["rates"])
-    return _plan(blueprint, uses, rates, bound["rates_from"], bound["terms"]["compute"])
+    told = _plan(blueprint, uses, rates, bound["rates_from"], bound["terms"]["compute"])
+    times = times_of(blueprint, uses, _pace(parts.ground.metrics.last), rates)
+    return replace(told, times=times)
+
+
+def times_of(
+    blueprint: Blueprint, uses: Uses, pace: Pace, rates: Rates | None
+) -> Timetable | None:  # fmt: skip
+    """When transfers must start; None where the drives are not known."""
+    if rates is None or not any((rates.read, rates.write, rates.mixed)):
+        return None
+    held = blueprint.config.overlap == "hold"
+    return timetable(layout_of(blueprint), uses, pace, rates, held=held)
+
+
+def _pace(step: Mapping[str, Any]) -> Pace:
+    """Of the last step, without its stalls and without evaluation."""
+    spent = Counter(step["seconds"])
+    for cause, seconds in step["stalls"].items():
+        spent[cause.partition(".")[0]] -= seconds
+    forward, backward, *between = (
+        max(spent[name], 0.0) for name in ("forward", "backward", "step", "outside")
+    )
+    return Pace(forward, backward, step["bound"]["terms"]["update"], sum(between))
 
 
 def _plan(

@@ -9,6 +9,7 @@ from itertools import groupby
 from offload.metrics.bound import WORDS, Bound, Rates
 from offload.partition.unit import Unit
 from offload.schedule.placement import Placement
+from offload.schedule.timetable import Timetable
 from offload.schedule.traffic import Layout, Traffic
 
 
@@ -55,6 +56,7 @@ class Plan:
     left_out: Sequence[str] = ()  # what is not offloaded, and why
     device_peak: int = 0  # most bytes of weights and gradients on the device
     predicted: Bound | None = None  # of a step that has not run
+    times: Timetable | None = None  # where the seconds of compute and the drives' rates are known
 
     @property
     def terms(self) -> Mapping[str, float]:
@@ -78,6 +80,8 @@ class Plan:
         lines = [f"{'unit':<40} {'parameters':>18}  weights  state  gradients"]
         lines += list(_unit_lines(self.units))
         lines += ["", *self._memory(), *self._moves(), *self._bound()]
+        if self.times is not None:
+            lines += self.times.lines(self.placement)
         return "\n".join([*lines, *(f"stays   {reason}" for reason in self.left_out)])
 
     def _memory(self) -> Iterator[str]:

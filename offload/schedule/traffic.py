@@ -97,18 +97,20 @@ def step_traffic(layout: Layout, uses: Uses, *, first: bool = False) -> Traffic:
     for phase, fetched in (("forward", forward), ("backward", backward)):
         for index in fetched:
             times = 1 if index in layout.placement.kept else uses.passes
-            for role in layout.units[index].states.weights.fetched:
-                read[f"{phase}.{role.value}"] += times * _fetch_bytes(layout, index, role)
+            for role, num_bytes in fetch_bytes(layout, index).items():
+                read[f"{phase}.{role.value}"] += times * num_bytes
     lent = 0
     for unit in layout.all_units:
-        for role, num_bytes in update_bytes(layout, unit):
-            if (unit.index, role) not in layout.placement.unwritten:
-                written[f"update.{role.value}"] += num_bytes
-            made = (first and role in MOMENTS) or role in unit.states.weights.made
-            if not layout.stays(unit, role) and not made:
-                read[f"update.{role.value}"] += num_bytes
-                lent += num_bytes if role in unit.states.weights.lent else 0
-        _count_spilled(layout, unit, uses.micro_steps, read, written)
+        comes, goes = state_bytes(layout, unit, first=first)
+        for role, num_bytes in goes.items():
+            written[f"update.{role.value}"] += num_bytes
+        for role, num_bytes in comes.items():
+            read[f"update.{role.value}"] += num_bytes
+            lent += num_bytes if role in unit.states.weights.lent else 0
+        once, last = spilled_bytes(layout, unit)
+        written["backward.grad"] += uses.micro_steps * once
+        read["backward.grad"] += (uses.micro_steps - 1) * once
+        read["update.grad"] += last
     return Traffic(+read, +written, lent)
 
 
@@ -156,14 +158,31 @@ def _gathered(layout: Layout, units: Sequence[int]) -> int:
     return weight_bytes([layout.units[index] for index in units], layout.formats)
 
 
-def _fetch_bytes(layout: Layout, index: int, role: Role) -> int:
-    """Of one role of a unit's weights."""
+def fetch_bytes(layout: Layout, index: int) -> dict[Role, int]:
+    """Of each role of a unit's weights, chunk by chunk."""
     unit = layout.units[index]
-    size = unit.states.weights.elem_bytes(role)
-    return sum(
-        round_up(size * chunk.num_elems, STORE_ALIGN_BYTES)
-        for chunk in chunks_of(unit.num_elems, layout.placement.chunk_elems)
-    )
+    chunks = list(chunks_of(unit.num_elems, layout.placement.chunk_elems))
+    return {
+        role: sum(
+            round_up(unit.states.weights.elem_bytes(role) * chunk.num_elems, STORE_ALIGN_BYTES)
+            for chunk in chunks
+        )
+        for role in unit.states.weights.fetched
+    }
+
+
+def state_bytes(
+    layout: Layout, unit: Unit, *, first: bool = False
+) -> tuple[dict[Role, int], dict[Role, int]]:
+    """What an update of `unit` reads, and what it writes, by role."""
+    comes, goes = {}, {}
+    for role, num_bytes in update_bytes(layout, unit):
+        if (unit.index, role) not in layout.placement.unwritten:
+            goes[role] = num_bytes
+        made = (first and role in MOMENTS) or role in unit.states.weights.made
+        if not layout.stays(unit, role) and not made:
+            comes[role] = num_bytes
+    return comes, goes
 
 
 def update_bytes(layout: Layout, unit: Unit) -> Iterator[tuple[Role, int]]:
@@ -174,12 +193,11 @@ def update_bytes(layout: Layout, unit: Unit) -> Iterator[tuple[Role, int]]:
         yield role, sum(round_up(size, STORE_ALIGN_BYTES) for size in sizes)
 
 
-def _count_spilled(
-    layout: Layout, unit: Unit, micro_steps: int, read: Counter[str], written: Counter[str]
-) -> None:
-    """Gradients that host memory cannot hold: written by each micro-step, read by the next."""
+def spilled_bytes(layout: Layout, unit: Unit) -> tuple[int, int]:
+    """Gradients that host memory cannot hold: what each micro-step writes, and the next reads; what
+    the update reads."""
     if unit.index not in layout.placement.spilled:
-        return
+        return 0, 0
     size = layout.formats.grad_of(unit)
     chunks = chunks_of(unit.trainable_elems, layout.placement.chunk_elems)
     once = sum(
@@ -187,9 +205,8 @@ def _count_spilled(
         for chunk in chunks
         if any(segment.slot.tensor.trainable for segment in segments_of(unit, chunk))
     )
-    written["backward.grad"] += micro_steps * once
-    read["backward.grad"] += (micro_steps - 1) * once
-    read["update.grad"] += sum(
+    last = sum(
         round_up(chunk.num_elems * size, STORE_ALIGN_BYTES)
         for chunk in state_chunks(unit, layout.placement.chunk_elems)
     )
+    return once, last

@@ -159,8 +159,32 @@ def test_the_plan_before_a_step_is_the_plan_after_it_where_the_model_runs_in_ord
     assert first.plan.traffic == before.traffic
     assert first.plan.units == before.units
     assert "compute" not in before.terms
+    assert before.times is None
     assert first.plan.terms["compute"] == first.metrics.last["bound"]["terms"]["compute"]
     first.close()
+
+
+def test_after_a_step_the_plan_tells_when_every_byte_must_move(tmp_path):
+    with OffloadEngine(
+        models.build(models.Decoder, **MODEL), nvme_path=tmp_path, placement="disk", resume=False,
+        param_persistence_threshold=0,
+    ) as engine:  # fmt: skip
+        for index in range(3):
+            engine.backward(engine(*models.batch(index)))
+            engine.step()
+        # A small model's traffic tells nothing of the drive, so its rates are told here.
+        rates = {"read": 1e9, "write": 1e9, "mixed": 1.5e9}
+        engine.metrics.last["bound"]["rates"] = rates
+        plan = engine.plan
+        assert plan.times is not None
+        assert sum(each.num_bytes for each in plan.times.transfers) == plan.traffic.total
+        seconds, stalls = engine.metrics.last["seconds"], engine.metrics.last["stalls"]
+        phases = ("forward", "backward", "step", "outside")
+        alone = sum(seconds[phase] for phase in phases) - sum(
+            spent for cause, spent in stalls.items() if cause.partition(".")[0] in phases
+        )
+        assert plan.times.step_s - plan.times.stall_s == pytest.approx(alone)
+        assert "slots that keep to them" in str(plan)
 
 
 def test_the_plan_knows_the_order_before_a_step_and_follows_the_one_that_is_used(tmp_path):

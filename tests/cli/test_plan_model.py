@@ -294,8 +294,31 @@ def test_a_profile_gives_the_drive_its_time_and_keeps_what_was_measured(
     assert not quick
     assert again["speeds"]["from"] == "from the profile"
     assert again["step"]["seconds"] == first["step"]["seconds"]
+    assert again["times"] == first["times"]
     record(capsys, "10M", "--nvme", here, "--host-memory", "8MiB", "--measure")
     assert quick
+
+
+def test_with_a_profile_the_times_of_all_transfers_are_told(
+    here: Path, capsys: pytest.CaptureFixture[str], quick: object
+) -> None:
+    options = ("10M", "--nvme", here, "--host-memory", "32MiB")
+    assert record(capsys, *options)["times"] is None
+    (here / FILE_NAME).write_text(encode(DRIVE))
+    found = record(capsys, *options)
+    times, step = found["times"], found["step"]
+    moved = {kind: 0 for kind in ("forward", "backward", "state", "write", "spill", "spilled")}
+    for each in times["transfers"]:
+        moved[each["kind"]] += each["num_bytes"]
+        assert each["start_s"] < each["end_s"] <= each["use_s"] + 1e-9
+    assert moved["write"] + moved["spill"] == step["written"]
+    assert sum(moved.values()) == sum(step["read_by"].values()) + step["written"]
+    assert times["step_s"] >= max(step["terms"]["disk_read"], step["terms"]["disk_write"]) - 1e-9
+    assert set(times["slots"]) == {"forward", "backward", "update"}
+    run(*options)
+    told = capsys.readouterr().out
+    assert "the next backward at" in told
+    assert "slots that keep to them" in told
 
 
 def test_rates_in_a_profile_are_checked(here: Path) -> None:
