@@ -4,7 +4,8 @@
     soonest  ->  what compute must wait      latest  ->  when each must start, slots
 
 Time 0 is when backward of the last micro-step begins; what must start before has a negative time.
-A unit's share of compute is that of its weights.  Pure.
+A unit's share of compute is that of its weights, and updates read what fetches might have lent
+them.  Pure.
 """
 
 from __future__ import annotations
@@ -152,11 +153,14 @@ def _slots(
     )  # fmt: skip
     most: Counter[str] = Counter(forward=0, backward=0)
     for one in range(1, clock.passes + 1):
-        for phase, at, count in (
-            ("forward", clock.forward_at(TOLD, one), len(clock.forward)),
-            ("backward", clock.backward_at(TOLD, one), len(clock.backward)),
+        forward, backward = clock.forward_at(TOLD, one), clock.backward_at(TOLD, one)
+        # What the first unit needs is read before forward begins.
+        before = clock.between_at(TOLD) if one == 1 else forward
+        for phase, first, end in (
+            ("forward", before, forward + len(clock.forward)),
+            ("backward", backward, backward + len(clock.backward)),
         ):
-            held = ahead(*fetched, (starts[at], starts[at + count]))
+            held = ahead(*fetched, (starts[first], starts[end]))
             most[phase] = max(most[phase], held)
     updates = (
         [pieces[first] for first, _, _ in rounds.chains],

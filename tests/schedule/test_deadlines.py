@@ -25,16 +25,17 @@ def some(
     chance = random.Random(seed)
     uses = [chance.randint(0, 4) for _ in range(chance.randint(2, 4))]
     tasks: list[Task] = []
+    opened: list[int] = []  # the last use that each needs, itself or through others
     for index in range(chance.randint(1, 5)):
         due = chance.randrange(1, len(uses))
-        opening_use = chance.randrange(due) if opens and chance.random() < 0.5 else None
-        after = ()
-        if index and chance.random() < 0.4:
-            before = chance.randrange(index)
-            after = (before,) if tasks[before].due <= due else ()
-        tasks.append(
-            Task(chance.choice(channels), chance.randint(1, 2), due, opening_use, after)
-        )  # fmt: skip
+        opens_at = chance.randrange(due) if opens and chance.random() < 0.5 else None
+        after: tuple[int, ...] = ()
+        before = chance.randrange(index) if index else 0
+        if index and chance.random() < 0.4 and opened[before] < due:
+            after = (before,)
+        opened.append(max([-1 if opens_at is None else opens_at, *(opened[i] for i in after)]))
+        channel, seconds = chance.choice(channels), chance.randint(1, 2)
+        tasks.append(Task(channel, seconds, due, opens_at, after))
     return tasks, uses
 
 
@@ -163,7 +164,10 @@ def test_of_all_orders_of_six_fetches_none_stalls_less_or_starts_later() -> None
         tasks = [Task("disk", chance.randint(1, 4), due) for due in dues]
         found = soonest(tasks, uses)
         starts = found.starts
-        planned = min(piece[0].start for piece in latest(tasks, uses, found))
+        pieces = latest(tasks, uses, found)
+        in_order = [pieces[i][0].start for i in sorted(range(6), key=lambda i: tasks[i].due)]
+        assert in_order == sorted(in_order)
+        planned = in_order[0]
         stalls, begins = [], []
         for order in permutations(tasks):
             stalls.append(_in_order(order, uses) - sum(uses))
@@ -199,6 +203,12 @@ def test_on_two_channels_the_stall_is_possible_and_seldom_more_than_the_least() 
         assert more >= 0
         least += more == 0
     assert least >= 95
+
+
+def test_what_an_urgent_task_needs_is_as_urgent() -> None:
+    tasks = [Task("disk", 1, 3), Task("disk", 1, 1, after=(0,)), Task("disk", 3, 2)]
+    uses = [2, 1, 5, 1]
+    assert soonest(tasks, uses).stall == least_end(tasks, uses) - sum(uses) == 2
 
 
 def test_where_the_channel_suffices_nothing_waits_and_everything_starts_just_in_time() -> None:

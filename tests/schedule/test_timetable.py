@@ -8,6 +8,7 @@ import pytest
 from shapes import ELEMS, FORMATS, layout_of
 
 from offload.metrics.bound import Rates
+from offload.partition.unit import TensorSpec, lay_out
 from offload.schedule.placement import Formats, place
 from offload.schedule.resident import Candidate
 from offload.schedule.rounds import Pace
@@ -40,11 +41,15 @@ def of(times: Timetable, kind: str, unit: str) -> Transfer:
     return one
 
 
+@pytest.mark.parametrize("kept", [frozenset(), frozenset([0, 2])])
 @pytest.mark.parametrize("spilled", [False, True])
 @pytest.mark.parametrize("micro_steps", [1, 2, 3])
-def test_what_is_told_is_all_that_a_step_moves(micro_steps: int, spilled: bool) -> None:
+def test_what_is_told_is_all_that_a_step_moves(
+    micro_steps: int, spilled: bool, kept: frozenset[int]
+) -> None:
     layout = layout_of(formats=FORMATS if micro_steps == 1 else SUMS)
     layout = spilling(layout) if spilled else layout
+    layout = replace(layout, placement=replace(layout.placement, kept=kept))
     uses = Uses.guessed(3, micro_steps)
     times = found(layout, uses, Pace(1, 2), FAST)
     traffic = step_traffic(layout, uses)
@@ -124,6 +129,14 @@ def test_the_front_unit_has_the_least_time_and_its_chain_is_the_stall() -> None:
     assert of(times, "state", "blocks.0").start_s < 60
 
 
+def test_spilled_gradients_are_written_when_they_are_complete_and_read_for_the_update() -> None:
+    times = found(spilling(layout_of()), Uses.guessed(3, 1), Pace(3, 6, 0.0, 2.0), FAST)
+    spill, back = of(times, "spill", "blocks.1"), of(times, "spilled", "blocks.1")
+    assert spill.opens_s == pytest.approx(4.0)
+    assert spill.end_s <= back.start_s + 1e-9
+    assert back.use_s == spill.use_s == pytest.approx(9.0)
+
+
 def test_held_updates_begin_when_backward_has_ended() -> None:
     layout, uses = layout_of(), Uses.guessed(3, 1)
     for held, opens in ((False, 2.0), (True, 6.0)):
@@ -150,6 +163,19 @@ def test_a_unit_of_several_chunks_needs_a_slot_for_each_when_it_is_used() -> Non
     layout = replace(layout, placement=placement)
     times = found(layout, Uses.guessed(3, 1), Pace(3, 6), FAST)
     assert times.slots["forward"] == times.slots["backward"] == 2
+
+
+def test_what_is_read_before_forward_for_its_first_unit_counts() -> None:
+    """While the script works, that unit is written and read; the others are small beside it."""
+    layout = layout_of(2)
+    large = lay_out("blocks.0", 0, [TensorSpec("w0", (64 * 8, 128))])
+    layout = replace(layout, units=[large, layout.units[1]])
+    times = found(layout, Uses.guessed(2, 1), Pace(3, 6, 0.0, 5.0), FAST)
+    assert times.slots["forward"] == 8
+    assert times.slots["backward"] == 8
+    without = replace(layout, placement=replace(layout.placement, kept=frozenset([0])))
+    times = found(without, Uses.guessed(2, 1), Pace(3, 6, 0.0, 5.0), FAST)
+    assert times.slots["backward"] == 0  # the other one is still there from forward
 
 
 def test_without_units_there_are_no_times() -> None:
