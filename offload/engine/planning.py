@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from torch import nn
+
 from offload.engine.assembly import Blueprint, spill_bytes
 from offload.engine.connect import Parts
 from offload.engine.left_out import left_out
@@ -76,7 +78,17 @@ def times_of(
     if rates is None or not any((rates.read, rates.write, rates.mixed)):
         return None
     held = blueprint.config.overlap == "hold"
+    pace = replace(pace, looked_up=_looked_up(blueprint))
     return timetable(layout_of(blueprint), uses, pace, rates, held=held)
+
+
+def _looked_up(blueprint: Blueprint) -> frozenset[int]:
+    """Units that embeddings alone use."""
+    embed: set[int] = set()
+    multiply: set[int] = set()
+    for module, units in blueprint.found.hooks:
+        (embed if isinstance(module, nn.Embedding | nn.EmbeddingBag) else multiply).update(units)
+    return frozenset(embed - multiply)
 
 
 def _pace(step: Mapping[str, Any]) -> Pace:

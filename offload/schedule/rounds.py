@@ -41,6 +41,7 @@ class Pace:
     backward: float
     update: float = 0.0  # kernels and checksums, beside the others
     between: float = 0.0  # from the end of backward to the next forward
+    looked_up: frozenset[int] = frozenset()  # units without products, which take no time
 
 
 @dataclass(frozen=True)
@@ -105,14 +106,19 @@ class Clock:
 
     def seconds(self, layout: Layout, pace: Pace, passes: int) -> list[float]:
         """Of each use of a round, of `passes` a step."""
-        forward = _shares(layout, self.forward, pace.forward / passes)
-        backward = _shares(layout, self.backward, pace.backward / passes)
+        forward = _shares(layout, self.forward, pace.forward / passes, pace.looked_up)
+        backward = _shares(layout, self.backward, pace.backward / passes, pace.looked_up)
         more = (self.passes - 1) * [*forward, *backward]
         return [*backward, pace.between, *more, *forward]
 
 
-def _shares(layout: Layout, order: Sequence[int], seconds: float) -> list[float]:
-    weights = [layout.units[index].num_elems for index in order]
+def _shares(
+    layout: Layout, order: Sequence[int], seconds: float, looked_up: frozenset[int]
+) -> list[float]:
+    """By weights that are multiplied; by all where none is."""
+    every = [layout.units[index].num_elems for index in order]
+    weights = [0 if index in looked_up else each for index, each in zip(order, every, strict=True)]
+    weights = weights if any(weights) else every
     return [seconds * weight / sum(weights) for weight in weights]
 
 

@@ -4,8 +4,8 @@
     soonest  ->  what compute must wait      latest  ->  when each must start, slots
 
 Time 0 is when backward of the last micro-step begins; what must start before has a negative time.
-A unit's share of compute is that of its weights, and updates read what fetches might have lent
-them.  Pure.
+A unit's share of compute is that of its weights, of embeddings none; updates read what fetches
+might have lent them.  Pure.
 """
 
 from __future__ import annotations

@@ -321,6 +321,19 @@ def test_with_a_profile_the_times_of_all_transfers_are_told(
     assert "slots that keep to them" in told
 
 
+def test_an_embedding_takes_no_time_of_forward(
+    here: Path, capsys: pytest.CaptureFixture[str], quick: object
+) -> None:
+    rate = 1e13
+    fast = replace(DRIVE, read_bytes_per_s=rate, write_bytes_per_s=rate, mixed_bytes_per_s=2 * rate)
+    (here / FILE_NAME).write_text(encode(fast))
+    times = record(capsys, "10M", "--nvme", here, "--host-memory", "32MiB")["times"]
+    uses = {each["unit"]: each["use_s"] for each in times["transfers"] if each["kind"] == "write"}
+    one = uses["blocks.1"] - uses["blocks.0"]
+    assert one > 0
+    assert uses["blocks.0"] - uses["embedding"] < 0.1 * one
+
+
 def test_rates_in_a_profile_are_checked(here: Path) -> None:
     (here / FILE_NAME).write_text(encode(replace(DRIVE, measured={"products": -1.0})))
     with pytest.raises(ConfigError, match="measured: expected rates > 0 by name"):

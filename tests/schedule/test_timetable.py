@@ -137,6 +137,16 @@ def test_spilled_gradients_are_written_when_they_are_complete_and_read_for_the_u
     assert back.use_s == spill.use_s == pytest.approx(9.0)
 
 
+def test_embeddings_take_no_time_to_compute() -> None:
+    layout, uses = layout_of(), Uses.guessed(3, 1)
+    pace = Pace(3, 6, looked_up=frozenset([0]))
+    times = found(layout, uses, pace, FAST)
+    assert of(times, "forward", "blocks.1").use_s == pytest.approx(6.0)
+    assert of(times, "forward", "blocks.2").use_s == pytest.approx(7.5)
+    nothing = replace(pace, looked_up=frozenset([0, 1, 2]))
+    assert of(found(layout, uses, nothing, FAST), "forward", "blocks.1").use_s == pytest.approx(7)
+
+
 def test_held_updates_begin_when_backward_has_ended() -> None:
     layout, uses = layout_of(), Uses.guessed(3, 1)
     for held, opens in ((False, 2.0), (True, 6.0)):
