@@ -321,17 +321,25 @@ def test_with_a_profile_the_times_of_all_transfers_are_told(
     assert "slots that keep to them" in told
 
 
-def test_an_embedding_takes_no_time_of_forward(
+def test_an_embedding_takes_no_time_of_forward_unless_a_head_shares_it(
     here: Path, capsys: pytest.CaptureFixture[str], quick: object
 ) -> None:
+    (here / "embeds.py").write_text(
+        "from torch import nn\n"
+        "def make():\n"
+        "    return nn.Sequential(nn.Embedding(4096, 64), nn.Linear(64, 4096), nn.Linear(4096, 64))"
+    )
     rate = 1e13
     fast = replace(DRIVE, read_bytes_per_s=rate, write_bytes_per_s=rate, mixed_bytes_per_s=2 * rate)
     (here / FILE_NAME).write_text(encode(fast))
-    times = record(capsys, "10M", "--nvme", here, "--host-memory", "32MiB")["times"]
-    uses = {each["unit"]: each["use_s"] for each in times["transfers"] if each["kind"] == "write"}
-    one = uses["blocks.1"] - uses["blocks.0"]
-    assert one > 0
-    assert uses["blocks.0"] - uses["embedding"] < 0.1 * one
+    for model, share in (("embeds:make", 0.0), ("10M", 0.5)):
+        found = record(capsys, model, "--nvme", here, "--tokens", 2048)
+        written = [each for each in found["times"]["transfers"] if each["kind"] == "write"]
+        uses = sorted(each["use_s"] for each in written if each["unit"] != "persistent")
+        begin = found["times"]["forward_s"]
+        assert uses[0] == pytest.approx(begin, rel=0.01)
+        first = (uses[1] - begin) / (found["times"]["step_s"] - begin)
+        assert first > share if share else first < 0.05
 
 
 def test_rates_in_a_profile_are_checked(here: Path) -> None:
