@@ -231,6 +231,8 @@ def make_config(
     for key in ("metrics_path", "timeline_path"):
         if key in merged:
             merged[key] = Path(merged[key])
+    if (under or {}).get("chunk_elems") and settings.get("chunk_elems") is None:
+        merged["chunk_elems"] = _possible_chunk(merged)
     config = _checked(EngineConfig(**merged))
     return _with_types(config, chosen=[key for key in _SCALING if key in settings])
 
@@ -263,7 +265,7 @@ def _checked(config: EngineConfig) -> EngineConfig:
             raise ConfigError("read_only: expected resume=True or nothing, got resume=False.")
         config = replace(config, resume=True)
     _check_numbers(config)
-    multiple = INT8_CHUNK_MULTIPLE if config.state_dtype == "int8" else CHUNK_MULTIPLE
+    multiple = _chunk_multiple(config.state_dtype)
     chunk = config.chunk_elems
     if chunk is not None and (chunk < multiple or chunk % multiple):
         why = " with state_dtype='int8', whose scales are written in whole pages"
@@ -272,6 +274,16 @@ def _checked(config: EngineConfig) -> EngineConfig:
             f"{why if config.state_dtype == 'int8' else ''}, got {chunk}."
         )
     return config
+
+
+def _chunk_multiple(state_dtype: str) -> int:
+    return INT8_CHUNK_MULTIPLE if state_dtype == "int8" else CHUNK_MULTIPLE
+
+
+def _possible_chunk(merged: Mapping[str, Any]) -> int:
+    """A file's size, which knows nothing of multiples: rounded down, and at least one of them."""
+    multiple = _chunk_multiple(merged.get("state_dtype", "fp32"))
+    return max(int(merged["chunk_elems"]) // multiple, 1) * multiple
 
 
 def _with_types(config: EngineConfig, *, chosen: Sequence[str]) -> EngineConfig:

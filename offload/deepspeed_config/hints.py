@@ -25,7 +25,7 @@ _SIZES = {
     "stage3_prefetch_bucket_size": "prefetch_bucket_size",
     "stage3_max_reuse_distance": "max_reuse_distance",
 }
-_CHUNK_MULTIPLE, _MOST_CHUNK = 2048, 1 << 20
+_MOST_CHUNK = 1 << 20
 
 
 @dataclass
@@ -95,7 +95,7 @@ def sizes(flat: Mapping[str, Any]) -> Part:
     if tile is not None and tile < 1:
         raise ConfigError(f"config, {ZERO}.sub_group_size: expected at least 1, got {tile}.")
     if tile is not None and tile < _MOST_CHUNK:
-        part.settings["chunk_elems"] = max(tile // _CHUNK_MULTIPLE, 1) * _CHUNK_MULTIPLE
+        part.settings["chunk_elems"] = tile  # make_config rounds it
     elif tile is not None:
         part.notes[f"{ZERO}.sub_group_size"] = (
             f"{ZERO}.sub_group_size {tile:,}: updates run in chunks of at most {_MOST_CHUNK:,}"

@@ -2,6 +2,7 @@
 
 Adam               AdamW's decoupled weight decay unless adam_w_mode is false; no decay
 AdamW              the same, whatever adam_w_mode says
+torch_adam: true   torch's class, so AdamW decays by 0.01 where the file does not say
 Lion, Adagrad      no decay
 any of torch.optim its class, with torch's defaults
 """
@@ -27,6 +28,7 @@ _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
 _SWITCHES: Mapping[str, Any] = {
     "amsgrad": False, "fp32_optimizer_states": True, "set_grad_none": True,
 }  # fmt: skip
+_TORCH_ADAMW_DECAY = 0.01
 _ADAM_SWITCHES = ("torch_adam", "adam_w_mode", "bias_correction")
 _ABSENT = {
     "lamb": "AdamW",
@@ -72,6 +74,8 @@ def named_optimizer(flat: Mapping[str, Any]) -> NamedOptimizer | None:
     if name == "adam":
         name = "adamw" if decoupled else "adam"
     own = {key: value for key, value in params.items() if key in _DEFAULTS[name]}
+    if name == "adamw" and params.get("torch_adam"):
+        own.setdefault("weight_decay", _TORCH_ADAMW_DECAY)
     if params.get("amsgrad"):
         own["amsgrad"] = True  # which the rule refuses, with its reason
     return NamedOptimizer(

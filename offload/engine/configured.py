@@ -116,9 +116,16 @@ def configured_source(source: Any, environment: Mapping[str, str] = os.environ) 
 
 
 def store_folder(settings: Mapping[str, Any]) -> Path:
-    """The first folder of an engine with these keyword arguments; raises ConfigError."""
+    """The first folder of an engine with these keyword arguments; raises ConfigError.
+
+    Where none is named nor needed, the system's folder for temporary files.
+    """
     source = configured_source(settings.get("config"))
-    under = recipe_of(source).settings if source is not None else {}
+    recipe = recipe_of(source) if source is not None else None
+    given = {key: value for key, value in settings.items() if value is not None}
+    if recipe is not None and _unnamed(recipe, given, os.environ):
+        return Path(tempfile.gettempdir())
+    under = recipe.settings if recipe is not None else {}
     paths = {key: under[key] for key in ("nvme_path",) if key in under}
     return make_config({"nvme_path": settings.get("nvme_path")}, under=paths).nvme_path[0]
 
@@ -127,15 +134,22 @@ def _scratch(
     recipe: Recipe, settings: Mapping[str, Any], environment: Mapping[str, str]
 ) -> tempfile.TemporaryDirectory[str] | None:
     """A folder for a store that nobody named; None: one is named.  Raises where one must be."""
-    if "nvme_path" in {**settings, **recipe.settings} or environment.get("OFFLOAD_NVME"):
+    if not _unnamed(recipe, settings, environment):
         return None
+    return tempfile.TemporaryDirectory(prefix="offload-", ignore_cleanup_errors=True)
+
+
+def _unnamed(recipe: Recipe, settings: Mapping[str, Any], environment: Mapping[str, str]) -> bool:
+    """True where nobody names a folder; raises where one must be."""
+    if "nvme_path" in {**settings, **recipe.settings} or environment.get("OFFLOAD_NVME"):
+        return False
     if recipe.needs_disk:
         raise ConfigError(
             "config, zero_optimization: nvme_path: expected a folder beside device nvme, got none."
             " Add it to offload_param or offload_optimizer, pass nvme_path=, or run under"
             " `offload-train --nvme DIR`."
         )
-    return tempfile.TemporaryDirectory(prefix="offload-", ignore_cleanup_errors=True)
+    return True
 
 
 def _optimizer(named: NamedOptimizer) -> Any:

@@ -56,6 +56,13 @@ def end_step(engine: OffloadEngine) -> None:
     engine._parts.stepper.max_norm = engine.config.gradient_clipping
 
 
+def in_window(engine: OffloadEngine) -> bool:
+    """True between the first micro-step and step() of a window of several that step() counts."""
+    config = engine.config
+    several = config.managed_gradient_accumulation and config.gradient_accumulation_steps > 1
+    return several and engine._micro_steps > 0
+
+
 def name_of(engine: OffloadEngine) -> str:
     """The name under which its store lies; another engine with it has that store."""
     return store_name(engine._parts.ground.blueprint)

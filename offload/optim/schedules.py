@@ -4,7 +4,7 @@
 
     LRRangeTest     min (1 + rate k/size), or floor(k/size) with staircase
     OneCycle        min .. max .. min, linear in k, maybe in stairs; then min / (1 + rate k'/size)
-                    momentum the other way round; then max (1 + rate k'/size)
+                    beta_1 the other way round; then max (1 + rate k'/size)
     WarmupLR        min .. max, as k-1 or its logarithm grows; then max
     WarmupDecayLR   the same; then linear to min at the last step
     WarmupCosineLR  the same in shares of the group's rate; then half a cosine to its least share
@@ -21,7 +21,7 @@ import difflib
 import inspect
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -32,6 +32,7 @@ from offload.errors import ConfigError
 
 _LOG = logging.getLogger(__name__)
 PerGroup = float | Sequence[float]
+_ONE_CYCLE_BETA2 = 0.99
 
 
 class _Schedule(LRScheduler):
@@ -72,7 +73,7 @@ class LRRangeTest(_Schedule):
 
 
 class OneCycle(_Schedule):
-    """Up and down once, momentum down and up; then decay."""
+    """Up and down once, beta_1 down and up, where the optimizer has betas; then decay."""
 
     def __init__(  # noqa: PLR0913 (the names are DeepSpeed's)
         self, optimizer: torch.optim.Optimizer, cycle_min_lr: PerGroup, cycle_max_lr: PerGroup,
@@ -98,8 +99,8 @@ class OneCycle(_Schedule):
         self._stairs = [first, first if stairs is None else stairs]
         self._decay = [decay_step_size, decay_lr_rate, decay_mom_rate]
         self._momenta = [cycle_min_mom, cycle_max_mom] if cycle_momentum else []
-        if self._momenta and not all(_has_momentum(group) for group in optimizer.param_groups):
-            _LOG.warning("OneCycle: the optimizer has no momentum, so only its rate cycles.")
+        if self._momenta and "betas" not in optimizer.defaults:
+            _LOG.warning("OneCycle: the optimizer has no betas, so only its rate cycles.")
             self._momenta = []
         super().__init__(optimizer, last_batch_iteration)
 
@@ -107,10 +108,9 @@ class OneCycle(_Schedule):
         """Where in the cycle the next step is, from 0 to 1 and back to 0."""
         up, down = self._ways
         way = done > up
-        share = (up + down - done) / down if way else done / up
-        share = max(share, 0.0)
+        gone, size = (max(up + down - done, 0), down) if way else (done, up)
         levels = self._stairs[way]
-        return math.floor(share * levels) / levels if levels else share
+        return gone * levels // size / levels if levels else gone / size
 
     def _units(self, done: int) -> float:
         """Units of decay since the end of the cycle."""
@@ -122,17 +122,17 @@ class OneCycle(_Schedule):
         return (low + (high - low) * self.height(done)) / (1 + self._decay[1] * self._units(done))
 
     def momentum(self, done: int) -> float:
-        """Of the next step: beta_1, or SGD's momentum."""
+        """Of the next step: beta_1."""
         low, high = self._momenta
         if done == 0:
             return low
         return (high - (high - low) * self.height(done)) * (1 + self._decay[2] * self._units(done))
 
     def get_lr(self) -> list[float | torch.Tensor]:
-        """Sets momentum too, as torch's OneCycleLR does."""
+        """Sets betas too, as torch's OneCycleLR does; beta_2 is DeepSpeed's in all groups."""
         if self._momenta:
             for group in self.optimizer.param_groups:
-                _set_momentum(group, self.momentum(self.last_epoch))
+                group["betas"] = (self.momentum(self.last_epoch), _ONE_CYCLE_BETA2)
         return super().get_lr()
 
 
@@ -264,7 +264,53 @@ def scheduler_class(kind: str, params: Mapping[str, Any]) -> type[LRScheduler]:
             f"config, scheduler.params: {kind} needs {', '.join(missing)}, got none. Set it;"
             ' "auto" is filled by transformers only.'
         )
+    _check_kinds(kind, cls, params)
     return cls
+
+
+def _check_kinds(kind: str, cls: type[LRScheduler], params: Mapping[str, Any]) -> None:
+    """Refuse values that the constructor could not compute with."""
+    signature = inspect.signature(cls).parameters
+    for key, value in params.items():
+        annotation = str(signature[key].annotation).removesuffix(" | None")
+        expected, fits = _KINDS.get(annotation if kind in OWN else "", _OF_TORCH)
+        if value is not None and not fits(value):
+            hint = "Remove the quotes." if isinstance(value, str) else "Correct it."
+            raise ConfigError(
+                f"config, scheduler.params.{key}: expected {expected}, got {value!r}. {hint}"
+            )
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_integer(value: Any) -> bool:
+    """1e3 is one."""
+    return _is_number(value) and float(value).is_integer()
+
+
+def _is_one_or_each(value: Any) -> bool:
+    many = isinstance(value, list | tuple)
+    return all(map(_is_number, value)) if many else _is_number(value)
+
+
+def _is_no_quoted_number(value: Any) -> bool:
+    try:
+        return not (isinstance(value, str) and math.isfinite(float(value)))
+    except ValueError:
+        return True
+
+
+# By the annotations of the classes here; torch's take texts too.
+_KINDS: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
+    "int": ("an integer", _is_integer),
+    "float": ("a number", _is_number),
+    "bool": ("true or false", lambda value: isinstance(value, bool)),
+    "str": ("a text", lambda value: isinstance(value, str)),
+    "PerGroup": ("a number, or one for each group", _is_one_or_each),
+}
+_OF_TORCH = ("a number", _is_no_quoted_number)
 
 
 def _per_group(value: PerGroup, optimizer: torch.optim.Optimizer, name: str) -> list[float]:
@@ -282,14 +328,3 @@ def _per_group(value: PerGroup, optimizer: torch.optim.Optimizer, name: str) -> 
 def _check_at_least(name: str, value: int, least: int) -> None:
     if value < least:
         raise ConfigError(f"{name}: expected at least {least}, got {value}.")
-
-
-def _has_momentum(group: Mapping[str, Any]) -> bool:
-    return "betas" in group or bool(group.get("momentum"))
-
-
-def _set_momentum(group: dict[str, Any], value: float) -> None:
-    if "betas" in group:
-        group["betas"] = (value, *group["betas"][1:])
-    else:
-        group["momentum"] = value

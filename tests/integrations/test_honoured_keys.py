@@ -9,6 +9,8 @@ from __future__ import annotations
 import csv
 import logging
 import math
+import tempfile
+from pathlib import Path
 
 import models
 import pytest
@@ -21,7 +23,7 @@ from offload import ConfigError, OffloadEngine
 from offload.config import Wanted, make_config
 from offload.deepspeed_config.keys import KEYS
 from offload.deepspeed_config.recipe import recipe_of
-from offload.engine.configured import configure
+from offload.engine.configured import configure, store_folder
 
 FP16 = {"fp16": {"enabled": True}}
 BF16 = {"bf16": {"enabled": True}}
@@ -107,6 +109,27 @@ def config_of(config: dict, environment: dict | None = None, **settings):
     keep = ("lr", "betas", "eps", "weight_decay")
     rest = {key: value for key, value in given.settings.items() if key not in keep}
     return make_config(rest, environment, under=given.under)
+
+
+def test_a_tile_is_rounded_to_what_the_states_type_needs():
+    for size, plain, int8 in ((5000, 4096, 262144), (1, 2048, 262144), (600_000, 598016, 524288)):
+        config = {ZERO: {"sub_group_size": size}}
+        assert config_of(config).chunk_elems == plain
+        assert config_of(config, state_dtype="int8").chunk_elems == int8
+    environment = {"OFFLOAD_STATE_DTYPE": "int8"}
+    assert config_of({ZERO: {"sub_group_size": 5000}}, environment).chunk_elems == 262144
+    with pytest.raises(ConfigError, match="multiple of 262144"):
+        config_of(config, state_dtype="int8", chunk_elems=4096)
+
+
+def test_a_folder_for_weights_is_the_stores_or_a_temporary_one(monkeypatch):
+    monkeypatch.delenv("OFFLOAD_NVME", raising=False)
+    on_nvme = {ZERO: {"offload_param": {"device": "nvme", "nvme_path": "/drive"}}}
+    assert store_folder({"config": on_nvme}) == Path("/drive")
+    assert store_folder({"config": on_nvme, "nvme_path": "/other"}) == Path("/other")
+    assert store_folder({"config": {}, "nvme_path": None}) == Path(tempfile.gettempdir())
+    with pytest.raises(ConfigError, match="nvme_path"):
+        store_folder({"config": {ZERO: {"offload_param": {"device": "nvme"}}}})
 
 
 def test_without_a_device_weights_stay_gathered_and_state_where_it_fits(tmp_path):
@@ -244,6 +267,10 @@ def test_an_optimizer_has_deepspeeds_defaults():
     assert groups_of({"type": "AdamW", "params": {"adam_w_mode": False}})["name"] == "adamw"
     assert groups_of({"type": "adam", "params": {"adam_w_mode": False}})["name"] == "adam"
     assert groups_of({"type": "Adam", "params": {"torch_adam": True}})["name"] == "adamw"
+    for kind in ("Adam", "AdamW"):  # torch's class has a decay of its own
+        assert groups_of({"type": kind, "params": {"torch_adam": True}})["weight_decay"] == 0.01
+    given = {"torch_adam": True, "weight_decay": 0.0}
+    assert groups_of({"type": "AdamW", "params": given})["weight_decay"] == 0.0
     assert groups_of({"type": "Lion", "params": {"lr": 1e-4}}) == {
         "name": "lion", "lr": 1e-4, "betas": (0.9, 0.999), "weight_decay": 0.0,
     }  # fmt: skip

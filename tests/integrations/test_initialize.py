@@ -119,6 +119,63 @@ def test_the_boundary_is_where_the_next_step_updates(tmp_path):
         assert seen == [(False, 0), (False, 0), (True, 1)] * 2
 
 
+def test_zero_grad_in_every_micro_step_keeps_the_window(tmp_path):
+    """Before forward or after step(), as scripts write it: the numbers are those without it."""
+    config = {**BF16, **ADAM, "gradient_accumulation_steps": 2}
+    found = []
+    for where in ("nowhere", "before", "after"):
+        engine, *_ = start(tmp_path, config, resume=False)
+        with engine:
+            for micro in range(6):
+                if where == "before":
+                    engine.zero_grad()
+                engine.backward(engine(*models.batch(micro)))
+                engine.step()
+                if where == "after":
+                    engine.zero_grad()
+            assert engine.global_steps == 3
+            found.append(collect(engine, Result()).masters)
+    for other in found[1:]:
+        assert not [key for key in other if not torch.equal(other[key], found[0][key])]
+
+
+def test_zero_grad_forgets_outside_a_window(tmp_path):
+    engine, *_ = start(tmp_path)
+    with engine:
+        engine.backward(engine(*models.batch(0)))
+        engine.zero_grad()
+        assert engine.offload.kept_grad(engine.module.head.weight) is None
+
+
+def test_smaller_calls_are_there_or_say_what_to_do(tmp_path):
+    config = {
+        **BF16, **ADAM, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2,
+    }  # fmt: skip
+    engine, *_ = start(tmp_path, config)
+    weights = {key: torch.full_like(value, 0.5) for key, value in model().state_dict().items()}
+    assert engine.get_batch_info() == (4, 2, 2)
+    applied = []
+    for micro in range(6):
+        factor = math.inf if micro == 2 else 1.0
+        engine.backward(engine(*models.batch(micro)) * factor)
+        engine.step()
+        applied.append(engine.was_step_applied())
+    assert applied == [False, True, False, False, False, True]
+    engine.load_module_state_dict(weights)
+    assert engine.offload.full_fp32_param(engine.module.head.weight).eq(0.5).all()
+    with pytest.raises(StateError, match="custom_load_fn"):
+        engine.load_module_state_dict(weights, custom_load_fn=print)
+    with pytest.raises(StateError, match="gradient_accumulation_steps"):
+        engine.no_sync()
+    with pytest.raises(StateError, match="managed_gradient_accumulation"):
+        engine.set_gradient_accumulation_boundary(True)
+    with pytest.raises(StateError, match="made with, got 8"):
+        engine.set_train_batch_size(8)
+    engine.destroy()
+    with pytest.raises(StateError, match="closed"):
+        engine(*models.batch(0))
+
+
 def test_losses_go_to_the_csv_files(tmp_path):
     monitor = {"enabled": True, "output_path": str(tmp_path / "csv"), "job_name": "run"}
     sizes = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2}

@@ -132,16 +132,30 @@ def test_two_hundred_steps_equal_the_formulas_in_numpy():
     np.testing.assert_allclose(momenta, expected, rtol=1e-12)
 
 
-def test_momentum_of_sgd_cycles_too_and_other_optimizers_are_told_of(caplog):
+def test_betas_cycle_as_in_deepspeed_and_momentum_of_others_stays(caplog):
+    """Its second beta is 0.99 whatever the optimizer's was; SGD's momentum is not touched."""
+    adam = optimizer(0.1, 0.1, betas=(0.9, 0.95))
+    scheduler = OWN["OneCycle"](adam, 0.1, 0.2, cycle_first_step_size=2)
+    assert [group["betas"] for group in adam.param_groups] == [(0.8, 0.99)] * 2
+    adam.step()
+    scheduler.step()
+    assert [group["betas"] for group in adam.param_groups] == [(pytest.approx(0.85), 0.99)] * 2
     sgd = optimizer(cls=torch.optim.SGD, momentum=0.5)
     OWN["OneCycle"](sgd, 0.1, 0.2)
-    assert sgd.param_groups[0]["momentum"] == 0.8
-    plain = optimizer(cls=torch.optim.Adagrad)
-    OWN["OneCycle"](plain, 0.1, 0.2)
-    assert "no momentum" in caplog.text
+    assert sgd.param_groups[0]["momentum"] == 0.5
+    assert "no betas" in caplog.text
     kept = optimizer()
     OWN["OneCycle"](kept, 0.1, 0.2, cycle_momentum=False)
     assert kept.param_groups[0]["betas"] == (0.9, 0.999)
+
+
+def test_stairs_are_counted_in_integers():
+    """29 / 100 * 100 is below 29 in floats."""
+    stairs = {"cycle_first_step_size": 100, "cycle_first_stair_count": 100}
+    scheduler = OWN["OneCycle"](optimizer(), 0.0, 1.0, **stairs)
+    assert [scheduler.height(done) for done in range(101)] == [n / 100 for n in range(101)]
+    assert scheduler.height(171) == 0.29
+    assert scheduler.height(300) == 0.0
 
 
 def test_groups_have_rates_of_their_own():
@@ -182,12 +196,23 @@ def test_a_schedule_goes_on_where_it_was(kind, params, expected, how):
         ("WarmupLr", {}, "expected one of LRRangeTest, .* got 'WarmupLr'. Take 'WarmupLR'"),
         ("Optimizer", {}, "got 'Optimizer'"),
         ("WarmupLR", {"warmup_steps": 1}, "no setting 'warmup_steps'. Did you mean 'warmup_num_s"),
+        ("WarmupLR", {"warmup_num_steps": "100"}, "expected an integer, got '100'. Remove the quo"),
+        ("WarmupLR", {"warmup_num_steps": 1.5}, "expected an integer, got 1.5. Correct"),
+        ("WarmupLR", {"warmup_max_lr": ["1e-3"]}, "expected a number, or one for each group"),
+        ("OneCycle", {"cycle_min_lr": 0.1, "cycle_max_lr": 1, "cycle_momentum": 1}, "true or fal"),
+        ("StepLR", {"step_size": "100"}, "step_size: expected a number, got '100'. Remove"),
         ("WarmupDecayLR", {}, 'needs total_num_steps, got none. Set it; "auto"'),
     ],
 )
 def test_a_mistake_in_a_file_names_the_way_out(kind, params, told):
     with pytest.raises(ConfigError, match=told):
         scheduler_class(kind, params)
+
+
+def test_values_of_the_right_kinds_pass():
+    params = {"warmup_num_steps": 1e3, "warmup_max_lr": [1e-3, 1], "warmup_type": "log"}
+    assert scheduler_class("WarmupLR", params) is OWN["WarmupLR"]
+    assert scheduler_class("ReduceLROnPlateau", {"mode": "max"}) is not None
 
 
 def test_torch_schedulers_are_found_by_name():

@@ -14,13 +14,15 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from offload.deepspeed_config.recipe import Recipe
+from offload.engine import outer_loop
 from offload.engine.after_step import CsvMonitor
 from offload.engine.facade import OffloadEngine
 from offload.integrations.deepspeed.numbers import Choices, Numbers
+from offload.integrations.deepspeed.refused import Refused
 from offload.integrations.deepspeed.saving import Saving
 
 
-class DeepSpeedEngine(Numbers, Choices, Saving, nn.Module):
+class DeepSpeedEngine(Numbers, Choices, Saving, Refused, nn.Module):
     """A module that runs the model's forward and trains it."""
 
     def __init__(
@@ -35,6 +37,7 @@ class DeepSpeedEngine(Numbers, Choices, Saving, nn.Module):
         self.lr_scheduler: Any = None
         self.steps_scheduler = False  # the caller's; the file's is stepped by the optimizer
         self.micro_steps = 0
+        self._applied = False  # what the last step() did
         self._losses: list[float] = []  # of the micro-steps since the last update
         self._csv = CsvMonitor(recipe.csv) if recipe.csv is not None else None
 
@@ -61,7 +64,8 @@ class DeepSpeedEngine(Numbers, Choices, Saving, nn.Module):
         before = self.offload.global_step
         self.offload.step()
         self.micro_steps += 1
-        if self.offload.global_step == before:
+        self._applied = self.offload.global_step > before
+        if not self._applied:
             return
         if self.steps_scheduler:
             self.lr_scheduler.step(**(lr_kwargs or {}))
@@ -70,9 +74,23 @@ class DeepSpeedEngine(Numbers, Choices, Saving, nn.Module):
             self._csv.write(self.global_samples, {"train_loss": mean})
         self._losses.clear()
 
+    def was_step_applied(self) -> bool:
+        """True where the last step() updated: at a boundary, and not skipped."""
+        return self._applied
+
+    def get_batch_info(self) -> tuple[int, int, int]:
+        """Samples of a step, of a micro-step, and micro-steps."""
+        micro = self.train_micro_batch_size_per_gpu()
+        return self.train_batch_size(), micro, self.gradient_accumulation_steps()
+
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients of the accumulation window so far; step() has forgotten its own."""
-        self.offload.optimizer.zero_grad()
+        """Forget kept gradients, but not those of an accumulation window that has begun.
+
+        Scripts call it in every micro-step: there it has no effect, as in DeepSpeed, which keeps
+        them apart from `p.grad`.  step() has forgotten its own.
+        """
+        if not outer_loop.in_window(self.offload):
+            self.offload.optimizer.zero_grad(set_to_none)
 
     def __getattr__(self, name: str) -> Any:
         """What the wrapped model has, such as `generate`."""
@@ -86,6 +104,8 @@ class DeepSpeedEngine(Numbers, Choices, Saving, nn.Module):
     def close(self) -> None:
         """Finish, commit, release; may be called twice."""
         self.offload.close()
+
+    destroy = close  # its name there
 
     def __enter__(self) -> Self:
         return self

@@ -95,3 +95,18 @@ class Saving:
         """Full weights by name, mapped from files: nothing is gathered in memory."""
         state: dict[str, Any] = self.module.state_dict()
         return state
+
+    def load_module_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, custom_load_fn: Any = None,
+        fetch_z3_params: bool = False,
+    ) -> None:  # fmt: skip
+        """Replace weights by name; the optimizer's state stays.  StateError for `custom_load_fn`.
+
+        `fetch_z3_params` has no effect: weights are found wherever they live.
+        """
+        if custom_load_fn is not None:
+            raise StateError(
+                "load_module_state_dict: expected no custom_load_fn, got one. Write to the weights"
+                " in `with engine.offload.gathered(module):`."
+            )
+        self.module.load_state_dict(state_dict, strict=strict)
