@@ -152,8 +152,15 @@ def command(
             f"{script}: expected a Python file, got nothing there.", param_hint="SCRIPT"
         )
     named_later = any(each.startswith("--deepspeed") for each in arguments)  # by the script
-    if not folders and config is None and not named_later:
+    named = folders or config is not None or named_later or os.environ.get("OFFLOAD_NVME")
+    if auto and not named:  # else the script may name it, and the engine tells where nobody does
         raise click.MissingParameter(param_type="option", param_hint="'--nvme'")
+    start = settings.get("start") or os.environ.get(VARIABLES["start"])
+    if auto and start in ("resume", "auto"):
+        raise click.UsageError(
+            "--resume: expected it without --auto, got both: weights would go on at the last step"
+            " while the script begins with its first. Let the script load what it saved."
+        )
     check_separators({"--nvme": folders, "--profile": profiles})
     environment = {
         VARIABLES[key]: str(value.resolve() if isinstance(value, Path) else value)

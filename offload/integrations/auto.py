@@ -24,14 +24,18 @@ from torch import nn
 from torch.nn.utils import clip_grad
 from torch.overrides import TorchFunctionMode
 
+from offload.engine import outer_loop
+from offload.engine.configured import configured_source
 from offload.engine.facade import OffloadEngine
-from offload.errors import ConfigError, StateError
+from offload.errors import ConfigError, StateError, StoreError
+from offload.integrations.auto_file import without_schedule
 from offload.integrations.patches import Patches
 from offload.integrations.refusals import TAKEN, reason
 from offload.integrations.taken import Taken
 from offload.optim.optimizer import OffloadOptimizer
 
 _Optimizer = torch.optim.Optimizer
+_Layout = tuple[str, tuple[tuple[str, torch.Size], ...]]
 _STEPS = ("step", "zero_grad", "state_dict", "load_state_dict", "add_param_group")
 
 
@@ -49,6 +53,7 @@ class AutoOffload(contextlib.AbstractContextManager["AutoOffload"]):
         self._patches = Patches()
         self._calls = Patches()  # of nn.Module, while an optimizer waits
         self._engines = contextlib.ExitStack()
+        self._names: dict[_Layout, list[str]] = {}  # of the stores of models of one layout
 
     def __enter__(self) -> AutoOffload:
         self._patches.replace(_Optimizer, "__init__", self._constructor(_Optimizer.__init__))
@@ -171,16 +176,20 @@ class AutoOffload(contextlib.AbstractContextManager["AutoOffload"]):
         parameters = list(module.parameters())
         half = any(parameter.dtype is torch.bfloat16 for parameter in parameters)
         dtype = torch.bfloat16 if half else torch.float32
+        names = self._names.setdefault(_layout(module), [])
+        name = f"{names[0]}-{len(names) + 1}" if names else None  # None: the engine's own choice
         self._making = True
         try:
             engine = OffloadEngine(
                 module, optimizer=optimizer, dtype=dtype, compute_dtype=dtype,
-                device=parameters[0].device,
+                device=parameters[0].device, name=name,
+                config=without_schedule(configured_source(None)),
             )  # fmt: skip
-        except ConfigError as error:
+        except (ConfigError, StoreError) as error:
             return str(error).rstrip(".")
         finally:
             self._making = False
+        names.append(outer_loop.name_of(engine))
         self._stop_waiting([optimizer])
         self._engines.push(engine)
         # Autocast would keep casts of weights that are refilled with other values later.
@@ -230,6 +239,12 @@ class AutoOffload(contextlib.AbstractContextManager["AutoOffload"]):
 
 def _parameters(optimizer: _Optimizer) -> Sequence[torch.Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _layout(module: nn.Module) -> _Layout:
+    """What is equal where two models would have stores of one name."""
+    tensors = tuple((name, parameter.shape) for name, parameter in module.named_parameters())
+    return type(module).__name__, tensors
 
 
 def _ids(optimizer: _Optimizer) -> set[int]:

@@ -59,6 +59,17 @@ def test_the_command_line_tells_the_order_of_micro_steps(tmp_path):
         assert f"2 micro-steps {told}" in run.stdout
 
 
+def test_a_script_names_its_folder_or_is_told_to(script, tmp_path):
+    run = offload_plan("--host-memory", "64MiB", script, "x", cwd=tmp_path)
+    assert run.returncode == 2
+    assert "expected it to make an OffloadEngine" in run.stderr  # it caught the engine's error
+    own = tmp_path / "own.py"
+    own.write_text(SCRIPT.replace("threshold=0", f"threshold=0, nvme_path={str(tmp_path)!r}"))
+    run = offload_plan("--host-memory", "64MiB", own, "x", cwd=tmp_path)
+    assert run.returncode == 0, run.stderr
+    assert "3 x 4,160" in run.stdout
+
+
 def test_options_of_a_model_are_none_of_a_script(script, tmp_path):
     for option in ("--json", "--measure"):
         run = offload_plan("--nvme", tmp_path, option, script, "x", cwd=tmp_path)

@@ -136,6 +136,19 @@ def test_a_configuration_file_stands_for_a_folder(script: Path, tmp_path: Path) 
     assert (later.environment, later.arguments) == ({}, ("--deepspeed_config", "ds.json"))
 
 
+def test_a_script_may_name_the_folder_itself(
+    script: Path, drive: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where nobody does, the engine's error tells both ways."""
+    assert parse("--fresh", script).environment == {"OFFLOAD_RESUME": "fresh"}
+    monkeypatch.setenv("OFFLOAD_NVME", str(drive))
+    assert parse("--auto", "--fresh", script).auto
+    monkeypatch.setenv("OFFLOAD_RESUME", "resume")
+    with pytest.raises(SystemExit):
+        parse("--auto", script)
+    assert "--resume: expected it without --auto" in capsys.readouterr().err
+
+
 def test_profiles_reach_the_engine_in_their_order(
     script: Path, drive: Path, tmp_path: Path
 ) -> None:
@@ -160,7 +173,8 @@ def test_the_engine_reads_what_the_command_sets(script: Path, drive: Path) -> No
     ("arguments", "says"),
     [
         (["--nvm", "{drive}", "{script}"], "No such option"),
-        (["{script}"], "Missing option '--nvme'"),
+        (["--auto", "{script}"], "Missing option '--nvme'"),
+        (["--nvme", "{drive}", "--auto", "--resume", "{script}"], "--resume: expected it without"),
         (["--nvme", "{drive}"], "Missing argument"),
         (["--nvme", "{drive}/none", "{script}"], "got nothing there. Create it first."),
         (["--nvme", "{script}", "{script}"], "expected a folder, got a file"),

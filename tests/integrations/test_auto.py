@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import io
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -18,8 +19,9 @@ from oracle import Group, Oracle
 from torch import Tensor, nn
 
 from offload import OffloadEngine
-from offload.errors import BudgetError, StateError, StoreError
+from offload.errors import BudgetError, StateError
 from offload.integrations.auto import AutoOffload
+from offload.integrations.auto_file import without_schedule
 
 WIDTH = 330  # matrices above the size of what stays on the device
 STEPS = 6
@@ -417,11 +419,64 @@ def test_budgets_that_do_not_suffice_are_an_error(watched, monkeypatch):
         watched.run(lambda: loop(model, MAKE["adamw"](model.parameters())))
 
 
+def one_model() -> dict[str, Tensor]:
+    model = seeded()
+    return loop(model, MAKE["adamw"](model.parameters()))
+
+
 def test_a_store_that_is_there_is_not_touched(watched, monkeypatch):
-    watched.run(lambda: train(MAKE["adamw"]))
+    plain = one_model()
+    watched.run(one_model)
+    before = {file: file.stat().st_mtime_ns for file in watched.folder.rglob("*")}
     monkeypatch.delenv("OFFLOAD_RESUME")
-    with pytest.raises(StoreError):
-        watched.run(lambda: train(MAKE["adamw"]))
+    ours = watched.run(one_model)
+    assert re.search("left alone .*: store .*expected no store.*--fresh", watched.said[-1])
+    assert all(same_bits(plain[name], ours[name]) for name in plain)
+    assert {file: file.stat().st_mtime_ns for file in watched.folder.rglob("*")} == before
+
+
+def test_models_of_one_layout_have_stores_of_their_own(watched):
+    def script() -> dict[str, Tensor]:
+        first = one_model()
+        second = seeded().requires_grad_()
+        third = loop(second, MAKE["sgd"](second.parameters()))
+        return {**first, **{f"second.{name}": value for name, value in third.items()}}
+
+    plain, ours = script(), watched.run(script)
+    assert len([line for line in watched.said if "are taken over:" in line]) == 2
+    first, second = sorted(folder.name for folder in watched.folder.iterdir())
+    assert second == f"{first}-2"
+    assert_close(ours, plain)
+
+
+FILE = {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 100}}}
+
+
+def test_a_file_leaves_rates_and_clipping_to_the_script(watched, monkeypatch, tmp_path, caplog):
+    (tmp_path / "ds.json").write_text(json.dumps(FILE))
+
+    def script() -> dict[str, Any]:
+        model, norms = seeded(), []
+        optimizer = MAKE["plain-sgd"](model.parameters())
+        for step in range(4):
+            (20 * loss_of(model, step)).backward()
+            norms.append(nn.utils.clip_grad_norm_(model.parameters(), 5.0).item())
+            optimizer.step()
+            optimizer.zero_grad()
+        assert optimizer.param_groups[0]["lr"] == 1e-1
+        return {"norms": norms, **{n: v.clone() for n, v in model.state_dict().items()}}
+
+    plain = script()
+    assert min(plain["norms"]) > 1.0  # DeepSpeed's default would clip
+    monkeypatch.setenv("OFFLOAD_CONFIG", str(tmp_path / "ds.json"))
+    ours = watched.run(script)
+    assert watched.took_over
+    assert ours.pop("norms") == pytest.approx(plain.pop("norms"), rel=1e-3)
+    assert_close(ours, plain)
+    assert "the scheduler is left out" in caplog.text
+    assert "gradient_clipping is not given" in caplog.text
+    assert without_schedule({**FILE, "gradient_clipping": 0.3}).settings["gradient_clipping"] == 0.3
+    assert without_schedule(None) is None
 
 
 def test_a_part_of_the_gradients_is_clipped_as_torch_does(watched):
