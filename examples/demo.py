@@ -22,7 +22,7 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 STATE_BYTES_PER_PARAM = 12  # bf16 weight, low half of the master, two fp32 moments
-OVERHEAD_BYTES = 200_000_000  # 150 MB that DESIGN allows and 50 MB of activations
+OVERHEAD_BYTES = 200_000_000  # 150 MB of threads, queues and libraries, 50 MB of activations
 SAMPLE_INTERVAL_S = 0.02
 MIB = 1 << 20
 PRIVATE = ("RssAnon:", "RssShmem:", "HugetlbPages:")

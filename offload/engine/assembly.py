@@ -222,7 +222,7 @@ def pack(rule: Rule, units: Iterable[Unit]) -> dict[str, Packing]:
 
 
 def default_compute_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
-    """16 bits where their products are native, else fp32 (5 to 200 times faster there, FACTS)."""
+    """16 bits where their products are native, else fp32: emulated, they take 5 to 200 times."""
     if dtype is not torch.bfloat16:
         return dtype if device.type == "cuda" else torch.float32
     native = device.type == "cuda" or torch.ops.mkldnn._is_mkldnn_bf16_supported()

@@ -24,6 +24,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from offload.checkpoint.folder import find
+from offload.checkpoint.load import open_checkpoint
 from offload.engine import outer_loop
 from offload.engine.facade import OffloadEngine
 from offload.errors import ConfigError, StateError
@@ -36,8 +38,8 @@ def attach(accelerator: Any, engine: OffloadEngine) -> tuple[nn.Module, Any]:
     """Let `accelerator` drive `engine`; return the model and the optimizer, prepared.
 
     The engine divides no loss and clips only what it is told: its `gradient_accumulation_steps`
-    says how much room gradients get.  Raises ConfigError where the accelerator scales losses
-    itself, or spreads over several processes.
+    says how much room gradients get.  Raises ConfigError where the accelerator has mixed
+    precision of its own (types are the engine's: `dtype=`), or spreads over several processes.
     """
     _check(accelerator)
     model = engine.module
@@ -71,11 +73,13 @@ def _detach(
 
 
 def _check(accelerator: Any) -> None:
-    if accelerator.scaler is not None:
+    precision = "fp16" if accelerator.scaler is not None else accelerator.mixed_precision
+    if precision != "no":
+        short = precision if precision in ("bf16", "fp16") else "bf16"
         raise ConfigError(
-            "accelerator: expected mixed_precision='no' or 'bf16', got 'fp16', which scales losses"
-            " beside the engine. Make OffloadEngine(..., dtype='fp16') and leave mixed_precision"
-            " out."
+            f"accelerator: expected mixed_precision='no', got {precision!r}: the engine has types"
+            f" of its own, and scales losses by itself. Make OffloadEngine(..., dtype={short!r})"
+            " and leave mixed_precision out (Accelerator(mixed_precision='no'))."
         )
     if accelerator.num_processes > 1 or accelerator.distributed_type.value != "NO":
         raise ConfigError(
@@ -195,6 +199,13 @@ def check_engine(folder: Path) -> None:
             " It was saved without the engine, or with weights only; load those into the model"
             " before the engine is made."
         )
+
+
+def check_complete(folder: Path) -> None:
+    """Raise StoreError or StoreCorrupt unless what `save_engine` wrote is whole; reads no data."""
+    found = find(folder, STATE)
+    assert found is not None  # find raises for a tag that is not there
+    open_checkpoint(found)
 
 
 def _listed(parameters: Iterable[nn.Parameter] | nn.Parameter) -> list[nn.Parameter]:

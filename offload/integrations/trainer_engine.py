@@ -5,6 +5,7 @@ An instance of the user's > offload["optimizer"] > optimizer_cls_and_kwargs > a 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,15 @@ from torch import nn
 
 from offload.deepspeed_config.recipe import Recipe
 from offload.engine import outer_loop
-from offload.engine.configured import configured_source
+from offload.engine.configured import configured_source, store_folder
 from offload.engine.facade import OffloadEngine
 from offload.errors import ConfigError
 from offload.integrations.trainer_file import filled_recipe
-from offload.integrations.trainer_settings import engine_settings, optimizer_settings
+from offload.integrations.trainer_settings import (
+    engine_settings,
+    optimizer_settings,
+    tell_types,
+)
 from offload.interchange.pretrained import open_pretrained
 from offload.runtime.source import LoadedModel
 
@@ -43,16 +48,22 @@ class FolderModel:
         return {name: (id(p), p.data_ptr(), p._version) for name, p in named}
 
 
-def make_engine(trainer: Any, *, before: OffloadEngine | None) -> OffloadEngine:
+def make_engine(
+    trainer: Any, *, before: OffloadEngine | None, replaced: bool = False
+) -> OffloadEngine:
     """Take over the model of an OffloadTrainer; in the store of the engine that it had before.
 
+    `replaced`: a checkpoint will be loaded, so that a store of another run may go.
     Raises ConfigError, BudgetError or StoreError; then nothing is taken over.
     """
     file = file_of(trainer)
+    tell_types(trainer.model, trainer.args)
     settings = engine_settings(trainer.model, trainer.args, trainer.offload, file=file)
     settings |= _optimizer(trainer, file)
     if before is not None:
         settings |= {"resume": False, "name": outer_loop.name_of(before)}
+    elif replaced:
+        settings["resume"] = False
     loaded = trainer.loaded
     known = loaded is not None and loaded.model.module is trainer.model
     engine = OffloadEngine(loaded.as_it_is() if known else trainer.model, **settings)
@@ -60,7 +71,8 @@ def make_engine(trainer: Any, *, before: OffloadEngine | None) -> OffloadEngine:
         engine.close()
         raise ConfigError(
             "OffloadTrainer: expected a new store, got one to resume (--resume): steps and data"
-            " would start anew. Use --fresh and trainer.train(resume_from_checkpoint=...)."
+            " would start anew. Leave --resume out: trainer.train(resume_from_checkpoint=...) goes"
+            " on, --fresh starts anew."
         )
     return engine
 
@@ -70,11 +82,22 @@ def file_of(trainer: Any, *, steps: int | None = None) -> Recipe | None:
 
     `steps`: of the whole training, where they are known.
     """
-    given = getattr(trainer.args, "deepspeed_file", None) or trainer.offload.get("config")
-    source = configured_source(given)
+    source = _source(trainer.args, trainer.offload)
     if source is None:
         return None
     return filled_recipe(source, trainer.model, trainer.args, steps=steps)
+
+
+def scratch_folder(args: Any, offload: Mapping[str, Any]) -> Path:
+    """Where a model that is read from files may put what they do not hold as it is needed."""
+    source = _source(args, offload)
+    # The model is not there yet, and only sizes that are no concern here depend on it.
+    file = None if source is None else filled_recipe(source, nn.Module(), args, steps=None)
+    return store_folder({"nvme_path": offload.get("nvme_path"), "config": file})
+
+
+def _source(args: Any, offload: Mapping[str, Any]) -> Any:
+    return configured_source(getattr(args, "deepspeed_file", None) or offload.get("config"))
 
 
 def _optimizer(trainer: Any, file: Recipe | None) -> dict[str, Any]:

@@ -11,6 +11,7 @@ DeepSpeed file (trainer_file.py) its optimizer, types and placement replace thes
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping
 from dataclasses import replace
@@ -37,6 +38,7 @@ _HERE = {  # settings that TrainingArguments has
     "params": "create_optimizer",
     "device": "use_cpu",
 }
+_LOG = logging.getLogger(__name__)
 _IMPLEMENTATIONS = {"fused", "foreach"}  # of the same arithmetic; the engine has its own
 
 
@@ -113,7 +115,7 @@ def optimizer_settings(
     `chosen`: of `offload`, or None.  `asked`: the trainer's `optimizer_cls_and_kwargs`.
     """
     if chosen is not None:
-        return {"optimizer": chosen, "lr": args.learning_rate}
+        return {"optimizer": chosen, "lr": args.learning_rate, **_of_adam(chosen, args)}
     if asked is not None:
         cls, settings = asked
     elif str(getattr(args.optim, "value", args.optim)) in TORCH_OPTIMIZERS:
@@ -131,6 +133,27 @@ def optimizer_settings(
         )
     kept = {key: value for key, value in settings.items() if key not in _IMPLEMENTATIONS}
     return {"optimizer": cls, **kept}
+
+
+def _of_adam(chosen: Any, args: Any) -> dict[str, Any]:
+    """adam_beta1, adam_beta2 and adam_epsilon, for an optimizer that has them."""
+    name = chosen.lower() if isinstance(chosen, str) else chosen
+    if name not in ("adam", "adamw", torch.optim.Adam, torch.optim.AdamW):
+        return {}
+    return {"betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
+
+
+def tell_types(model: nn.Module, args: Any) -> None:
+    """Say once what `bf16` and `fp16` mean here where transformers would mean something else."""
+    flag = "bf16" if args.bf16 else "fp16"
+    if not (args.bf16 or args.fp16):
+        return
+    if any(parameter.dtype is torch.float32 for parameter in model.parameters()):
+        _LOG.warning(
+            "%s=True: weights move in 16 bits beside exact fp32 masters, and compute in that type"
+            " or in fp32, without the autocast that transformers' Trainer adds to fp32 weights.",
+            flag,
+        )
 
 
 def _dtype(model: nn.Module, args: Any, *, told: bool) -> torch.dtype | None:

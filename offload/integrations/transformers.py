@@ -27,18 +27,23 @@ from torch import nn
 from transformers import Trainer, TrainingArguments
 
 from offload.engine import outer_loop
-from offload.engine.configured import store_folder
 from offload.engine.facade import OffloadEngine
 from offload.engine.generation import capture_rng, restore_rng
 from offload.errors import StateError
 from offload.integrations.accelerate import (
     attach,
+    check_complete,
     check_engine,
     has_engine,
     load_engine,
     save_engine,
 )
-from offload.integrations.trainer_engine import FolderModel, file_of, make_engine
+from offload.integrations.trainer_engine import (
+    FolderModel,
+    file_of,
+    make_engine,
+    scratch_folder,
+)
 from offload.integrations.trainer_settings import check_arguments, check_offload
 from offload.optim.schedules import scheduler_class
 
@@ -78,8 +83,9 @@ class OffloadTrainer(Trainer):
         check_arguments(args)
         args._n_gpu = min(args.n_gpu, 1)  # or it would wrap the model for several devices
         self.loaded: FolderModel | None = None
+        self._resuming = False  # from a checkpoint of ours, which replaces what a store holds
         if isinstance(model, str | os.PathLike):
-            self.loaded = FolderModel(Path(model), scratch=store_folder(self.offload))
+            self.loaded = FolderModel(Path(model), scratch=scratch_folder(args, self.offload))
             model = self.loaded.model.module
         super().__init__(model, args, *rest, **settings)
 
@@ -110,7 +116,7 @@ class OffloadTrainer(Trainer):
         if self.engine is not None and self.engine.module is self.model:
             return
         self.close()  # model_init has made another model: the store is ours
-        self.engine = make_engine(self, before=self.engine)
+        self.engine = make_engine(self, before=self.engine, replaced=self._resuming)
         _, self.optimizer = attach(self.accelerator, self.engine)
 
     def create_scheduler(
@@ -124,13 +130,18 @@ class OffloadTrainer(Trainer):
             self.lr_scheduler, self._created_lr_scheduler = made, True
         return super().create_scheduler(num_training_steps, optimizer)
 
-    def _prepare_input(self, data: Any) -> Any:
-        """Give the model floats of the type that it computes in, as Trainer does for DeepSpeed."""
-        data = super()._prepare_input(data)
-        if isinstance(data, torch.Tensor) and data.is_floating_point() and self.engine:
-            dtype = outer_loop.compute_dtype(self.engine)
-            return data if data.dtype is dtype else data.to(dtype)
-        return data
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        """Give the model floats of the type that it computes in; labels keep theirs."""
+        prepared = super()._prepare_inputs(inputs)
+        if self.engine is None:
+            return prepared
+        dtype = outer_loop.compute_dtype(self.engine)
+        return type(prepared)(
+            {
+                key: value if key in self.label_names else _with_floats(value, dtype)
+                for key, value in prepared.items()
+            }
+        )
 
     def _clip_grad_norm(self, model: nn.Module) -> float:
         """The norm before clipping; the engine clips in step()."""
@@ -160,6 +171,8 @@ class OffloadTrainer(Trainer):
         """Weights come with the engine's state; weights alone go into the plain model."""
         folder = Path(resume_from_checkpoint)
         if has_engine(folder):
+            check_complete(folder)  # before a store gives way to it
+            self._resuming = True
             return
         if (folder / _OPTIMIZER).exists() or self.engine is not None:
             check_engine(folder)
@@ -184,3 +197,14 @@ class OffloadTrainer(Trainer):
         random_numbers = capture_rng()
         load_engine(self.engine, Path(folder))
         restore_rng(random_numbers)
+
+
+def _with_floats(data: Any, dtype: torch.dtype) -> Any:
+    """The same tensors, or nests of them, with floats of `dtype`."""
+    if isinstance(data, Mapping):
+        return type(data)({key: _with_floats(value, dtype) for key, value in data.items()})  # type: ignore[call-arg]
+    if isinstance(data, tuple | list):
+        return type(data)(_with_floats(value, dtype) for value in data)
+    if isinstance(data, torch.Tensor) and data.is_floating_point():
+        return data.to(dtype)
+    return data

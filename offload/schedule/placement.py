@@ -23,7 +23,7 @@ from offload.partition.states import FP32_MOMENTS, StateTable
 from offload.partition.unit import STORE_ALIGN_BYTES, Role, Unit, round_up
 from offload.schedule.resident import Candidate, choose
 
-MAX_CHUNK_ELEMS = 1 << 20  # 4 Mi gained nothing and moved in lumps (FACTS)
+MAX_CHUNK_ELEMS = 1 << 20  # 4 Mi gained nothing and moved in lumps
 SUM_BYTES = 4  # of a gradient in a slot: any may become an fp32 sum
 MIN_FETCH, MIN_UPDATE, MIN_SPILL = 3, 2, 2
 MAX_FETCH, PREFERRED_UPDATE, PREFERRED_SPILL = 64, 16, 4

@@ -186,6 +186,16 @@ def test_a_loss_scale_beside_the_engines_is_refused(tmp_path: Path) -> None:
             attach(loop.accelerator, engine)
 
 
+def test_types_of_the_accelerators_own_are_refused(tmp_path: Path) -> None:
+    """It would wrap a forward that the engine computes in its own types."""
+    accelerator = make_accelerator(mixed_precision="bf16")
+    with (
+        OffloadEngine(make_model(), nvme_path=tmp_path, lr=1e-3, **OFFLOAD) as engine,
+        pytest.raises(ConfigError, match=r"mixed_precision='no', got 'bf16'.*dtype='bf16'"),
+    ):
+        attach(accelerator, engine)
+
+
 def test_closing_the_engine_gives_the_accelerator_back(tmp_path: Path) -> None:
     accelerator = make_accelerator()
     before = dict(vars(accelerator))

@@ -345,6 +345,54 @@ def test_a_store_that_exists_is_not_overwritten_unasked(make: Any, tmp_path: Pat
         make(offload={"nvme_path": tmp_path / "nvme-0"}).train()
 
 
+def test_a_checkpoint_replaces_the_store_of_the_run_before(make: Any, tmp_path: Path) -> None:
+    """The documented command, twice: the run that was interrupted has left its store."""
+    saving = {"save_strategy": "steps", "save_steps": 3, "folder": tmp_path / "out"}
+    whole = make(**saving)
+    whole.train()
+    expected = masters(whole)
+    whole.close()
+    checkpoint = tmp_path / "out" / "checkpoint-3"
+    for _ in range(2):
+        again = make(make_model(seed=9), offload={"nvme_path": tmp_path / "nvme-0"}, **saving)
+        again.train(resume_from_checkpoint=str(checkpoint))
+        assert_same_masters(masters(again), expected)
+        again.close()
+    before = {file: file.stat().st_mtime_ns for file in (tmp_path / "nvme-0").rglob("*")}
+    for file in (checkpoint / "offload").glob("MANIFEST*"):
+        file.write_bytes(b"damaged")
+    with pytest.raises(StoreError):  # and the store stays
+        make(offload={"nvme_path": tmp_path / "nvme-0"}, **saving).train(
+            resume_from_checkpoint=str(checkpoint)
+        )
+    assert before == {file: file.stat().st_mtime_ns for file in (tmp_path / "nvme-0").rglob("*")}
+
+
+def test_the_engines_adam_has_the_arguments_of_adam(make: Any) -> None:
+    for optimizer in ("adamw", "Adam", torch.optim.AdamW):
+        trainer = make(
+            offload={"optimizer": optimizer}, adam_beta1=0.8, adam_beta2=0.95, adam_epsilon=1e-6
+        )
+        trainer.create_optimizer()
+        for group in trainer.engine.optimizer.param_groups:
+            assert (tuple(group["betas"]), group["eps"]) == ((0.8, 0.95), 1e-6)
+
+
+def test_labels_keep_their_type_and_the_flags_meaning_is_told(
+    make: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer = make(bf16=True, offload={"compute_dtype": "bf16"})
+    trainer.create_optimizer()
+    assert caplog.text.count("bf16=True: weights move in 16 bits") == 1
+    batch = {"pixels": torch.ones(2, 3), "nested": [torch.ones(1)], "ids": torch.ones(1).long(),
+             "labels": torch.tensor([1.001, 2.003])}  # fmt: skip
+    found = trainer._prepare_inputs(batch)
+    types = [found["pixels"].dtype, found["nested"][0].dtype, found["ids"].dtype]
+    assert types == [torch.bfloat16, torch.bfloat16, torch.int64]
+    assert found["labels"].dtype is torch.float32
+    assert torch.equal(found["labels"], batch["labels"])
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -126,6 +126,26 @@ def test_other_doors_lead_to_the_same_file(
     trainer.close()
 
 
+@pytest.mark.parametrize("named", [True, False])
+def test_a_folder_is_a_model_where_the_file_names_the_drive_or_needs_none(
+    tmp_path: Path, named: bool
+) -> None:
+    make_model().save_pretrained(tmp_path / "folder")
+    source = json.loads(file(tmp_path).read_text())
+    if not named:
+        for part in ("offload_optimizer", "offload_param"):
+            source["zero_optimization"][part] = {"device": "cpu"}
+    args = arguments(tmp_path / "out", kind=OffloadTrainingArguments, deepspeed=source)
+    sizes = {key: OFFLOAD[key] for key in ("host_memory", "device_memory", "compute_dtype")}
+    trainer = OffloadTrainer(
+        str(tmp_path / "folder"), args, train_dataset=make_data(), offload=sizes
+    )
+    trainer.train()
+    assert len(logged(trainer, "loss")) == 12
+    assert (trainer.engine.config.nvme_path == (tmp_path,)) is named
+    trainer.close()
+
+
 def test_a_file_that_differs_from_the_arguments_is_an_error_that_shows_both(
     tmp_path: Path,
 ) -> None:
@@ -140,7 +160,7 @@ def test_a_run_with_a_file_resumes(tmp_path: Path) -> None:
     whole = make(tmp_path, path, save_strategy="steps", save_steps=5)
     whole.train()
     whole.close()
-    again = make(tmp_path, path, save_strategy="steps", save_steps=5, offload={"resume": False})
+    again = make(tmp_path, path, save_strategy="steps", save_steps=5)
     again.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-5"))
     for key in ("loss", "grad_norm", "learning_rate"):
         assert logged(again, key) == logged(whole, key)
