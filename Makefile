@@ -68,8 +68,8 @@ tsan: $(VENV)/.ready-test
 
 # The environment: one stamp for each set of extras. A changed C file builds the extension again.
 EXTRAS_bench := bench
-EXTRAS_test  := test,bench
-EXTRAS_dev   := dev,test,bench
+EXTRAS_test  := test,bench,hf
+EXTRAS_dev   := dev,test,bench,hf
 $(VENV)/.ready-%: $(BIN)/python pyproject.toml constraints.txt setup.py $(NATIVE)
 	$(BIN)/python -m pip install -q -c constraints.txt -e '.[$(EXTRAS_$*)]'
 	@touch $@
