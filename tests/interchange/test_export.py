@@ -141,7 +141,7 @@ class Corners(models.Decoder):
         self.register_buffer("steps", torch.tensor(7))
         self.register_buffer("mask", torch.ones(5, dtype=torch.bool))
         self.register_buffer("derived", torch.rand(3), persistent=False)
-        self.doubled = nn.Parameter(torch.rand(6).double())
+        self.doubled = nn.Parameter(torch.rand(6).double(), requires_grad=False)
         self.scalar = nn.Parameter(torch.tensor(0.3), requires_grad=False)
         self.blocks[1].requires_grad_(False)
 
