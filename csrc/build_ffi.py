@@ -12,7 +12,7 @@ import cffi
 ROOT = Path(__file__).resolve().parent
 HEADERS = ["aio/aio.h", "crc/crc.h", "simd/simd.h", "update/update.h"]
 CFLAGS = [
-    "-std=c11", "-D_GNU_SOURCE", "-O2", "-Wall", "-Wextra", "-Werror", "-fvisibility=hidden", "-ffp-contract=off",
+    "-std=c11", "-D_GNU_SOURCE", "-O3", "-Wall", "-Wextra", "-Werror", "-fvisibility=hidden", "-ffp-contract=off",
     "-fno-math-errno", "-pthread", *os.environ.get("OFFLOAD_CFLAGS", "").split(),
 ]  # fmt: skip
 
