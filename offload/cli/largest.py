@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from offload.engine.assembly import Blueprint
+from offload.engine.assembly import Blueprint, alive_steps
 from offload.errors import BudgetError
 from offload.partition.unit import Unit
 from offload.schedule.device import device_least_bytes
@@ -75,7 +75,7 @@ def obstacle(blueprint: Blueprint, shape: DecoderShape, limits: Limits) -> str |
         found = place(units, small, formats, host_memory=limits.host)
     except BudgetError:
         return "host"
-    if device_least_bytes(units, small, formats) > limits.device:
+    if device_least_bytes(units, small, formats, alive=alive_steps(config)) > limits.device:
         return "device"
     sides = 1 if config.durability == "none" else 2
     spilled = sum(grad_bytes(unit, formats) for unit in units if unit.index in found.spilled)

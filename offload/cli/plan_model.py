@@ -21,7 +21,13 @@ from offload.cli.largest import Limits, largest
 from offload.cli.models import Made, make, products_of
 from offload.cli.outlook import TERABYTE, Budgets, Drive, Outlook
 from offload.config import ORDERS, PLACES, STATE_DTYPES, make_config
-from offload.engine.assembly import Blueprint, default_host_memory, offer, plan
+from offload.engine.assembly import (
+    Blueprint,
+    alive_steps,
+    default_host_memory,
+    offer,
+    plan,
+)
 from offload.engine.planning import first_plan, guessed_uses, layout_of, times_of
 from offload.errors import ConfigError
 from offload.optim.choice import choose
@@ -163,7 +169,10 @@ def _budgets(blueprint: Blueprint) -> Budgets:
     stays = sum(each.num_bytes for each in offer(found.units, blueprint.config))
     return Budgets(
         host_least_bytes(found.units, found.persistent, formats),
-        device_least_bytes(found.units, found.persistent, formats), whole, whole + stays,
+        device_least_bytes(
+            found.units, found.persistent, formats, alive=alive_steps(blueprint.config)
+        ),
+        whole, whole + stays,
     )  # fmt: skip
 
 

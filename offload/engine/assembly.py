@@ -85,7 +85,8 @@ class Blueprint:
         """
         found, placement = self.found, self.placement
         kept = [unit for unit in found.units if unit.index in placement.kept]
-        taken = other_bytes(found.units, found.persistent, self.formats)
+        alive = alive_steps(self.config)
+        taken = other_bytes(found.units, found.persistent, self.formats, alive=alive)
         taken += weight_bytes(kept, self.formats) + placement.on_device_bytes
         room = self.device_memory - taken
         if self.config.max_live_parameters is None:
@@ -154,18 +155,26 @@ def place_on_device(
     if config.placement.state == "device" and not config.read_only:
         state = list(states_of(found.units, _role_bytes))
     num_bytes = sum(each.num_bytes for each in state)
-    check_device(device_memory, found.units, found.persistent, formats, state=num_bytes)
+    alive = alive_steps(config)
+    check_device(
+        device_memory, found.units, found.persistent, formats, state=num_bytes, alive=alive
+    )  # fmt: skip
     wanted = config.placement
     if wanted.weights == "auto" and config.max_live_parameters is not None:
         wanted = replace(wanted, weights="disk")  # a bound on what is gathered
     kept = choose_kept(
         found.units, device_memory, formats, wanted=wanted,
-        taken=other_bytes(found.units, found.persistent, formats) + num_bytes,
+        taken=other_bytes(found.units, found.persistent, formats, alive=alive) + num_bytes,
     )  # fmt: skip
     left: frozenset[tuple[int, Role]] = frozenset()
     if config.durability == "none" and not config.read_only:
         left = unwritten(found.units, found.persistent, [*placement.resident, *state])
     return replace(placement, kept=kept, on_device=tuple(state), unwritten=left)
+
+
+def alive_steps(config: EngineConfig) -> int:
+    """Micro-steps whose gradients of one unit are on the device at once."""
+    return config.gradient_accumulation_steps if config.order == "layer" else 1
 
 
 def offer(units: Sequence[Unit], config: EngineConfig) -> list[Candidate]:
@@ -263,7 +272,7 @@ def _free_device(
         free, _ = torch.cuda.mem_get_info(device)
         return int(0.8 * free)
     units = found.units
-    needed = device_least_bytes(units, found.persistent, formats)
+    needed = device_least_bytes(units, found.persistent, formats, alive=alive_steps(config))
     needed += max((weight_bytes([unit], formats) for unit in units), default=0)
     if config.placement.weights == "device":
         needed += weight_bytes(units, formats)

@@ -23,11 +23,16 @@ def weight_bytes(units: Sequence[Unit], formats: Formats) -> int:
     return sum(unit.num_elems * formats.compute_of(unit) for unit in units)
 
 
-def other_bytes(units: Sequence[Unit], persistent: Unit | None, formats: Formats) -> int:
-    """Device bytes of the largest unit's gradients, and of small tensors and theirs."""
-    fixed = max((u.trainable_elems * formats.compute_of(u) for u in units), default=0)
+def other_bytes(
+    units: Sequence[Unit], persistent: Unit | None, formats: Formats, *, alive: int = 1
+) -> int:
+    """Device bytes of the largest unit's gradients, and of small tensors and theirs.
+
+    `alive`: micro-steps whose gradients are there at once: all of them in layer-major order.
+    """
+    fixed = alive * max((u.trainable_elems * formats.compute_of(u) for u in units), default=0)
     if persistent is not None:
-        elems = persistent.num_elems + persistent.trainable_elems
+        elems = persistent.num_elems + alive * persistent.trainable_elems
         fixed += elems * formats.compute_of(persistent)
     return fixed
 
@@ -61,25 +66,29 @@ def choose_kept(
     return frozenset(unit.index for unit in kept)
 
 
-def device_least_bytes(units: Sequence[Unit], persistent: Unit | None, formats: Formats) -> int:
-    """The least `device_memory` (DESIGN M2)."""
-    return sum(size for _, size in _device_parts(units, persistent, formats))
+def device_least_bytes(
+    units: Sequence[Unit], persistent: Unit | None, formats: Formats, *, alive: int = 1
+) -> int:
+    """The least `device_memory` (DESIGN M2); `alive` as for `other_bytes`."""
+    return sum(size for _, size in _device_parts(units, persistent, formats, alive=alive))
 
 
 def _device_parts(
-    units: Sequence[Unit], persistent: Unit | None, formats: Formats, *, state: int = 0
+    units: Sequence[Unit], persistent: Unit | None, formats: Formats, *, alive: int, state: int = 0
 ) -> list[tuple[str, int]]:
     largest = max(units, key=lambda u: u.num_elems * formats.compute_of(u), default=None)
     parts: list[tuple[str, int]] = []
+    gradients = f"gradients of {alive} micro-steps" if alive > 1 else "gradients"
     if largest is not None:
         weights = largest.num_elems * formats.compute_of(largest)
         parts.append((f"weights of the largest unit {largest.name!r}", weights))
-        parts.append(("its gradients", largest.trainable_elems * formats.compute_of(largest)))
+        grads = alive * largest.trainable_elems * formats.compute_of(largest)
+        parts.append((f"its {gradients}", grads))
         parts.append(("one prefetch", weights))
     if persistent is not None:
         size = formats.compute_of(persistent)
         parts.append(("small tensors", persistent.num_elems * size))
-        parts.append(("their gradients", persistent.trainable_elems * size))
+        parts.append((f"their {gradients}", alive * persistent.trainable_elems * size))
     if state:
         parts.append(("state that is placed on the device", state))
     return parts
@@ -87,13 +96,13 @@ def _device_parts(
 
 def check_device(
     device_memory: int, units: Sequence[Unit], persistent: Unit | None, formats: Formats, *,
-    state: int = 0,
+    state: int = 0, alive: int = 1,
 ) -> None:  # fmt: skip
     """Raise BudgetError, with the sum, unless the device can hold the largest unit at work.
 
-    `state`: bytes of state that are placed there.
+    `state`: bytes of state that are placed there; `alive` as for `other_bytes`.
     """
-    parts = _device_parts(units, persistent, formats, state=state)
+    parts = _device_parts(units, persistent, formats, alive=alive, state=state)
     least = sum(size for _, size in parts)
     if device_memory < least:
         arithmetic = " + ".join(f"{size:,} ({what})" for what, size in parts)

@@ -7,6 +7,7 @@ import pytest
 from shapes import ELEMS, FORMATS, layout_of
 
 from offload import OffloadEngine
+from offload.errors import BudgetError
 from offload.runtime.gradients import GradientKeeper
 from offload.schedule.presence import device_peak_bytes
 from offload.schedule.traffic import Uses
@@ -21,6 +22,27 @@ def test_in_layer_major_order_the_gradients_of_all_micro_steps_are_there() -> No
     small = (128 + 3 * 64) * FORMATS.compute
     uses = Uses.guessed(3, 3, by_layers=True)
     assert device_peak_bytes(layout_of(), uses) == small + (1 + 3) * ELEMS * 2
+
+
+def test_the_least_budget_of_layer_major_order_keeps_no_unit_too_many(tmp_path) -> None:
+    """Gradients of all micro-steps are counted when units are chosen that stay."""
+
+    def open_engine(num_bytes: int) -> OffloadEngine:
+        return OffloadEngine(
+            models.build(models.Decoder, width=64, num_blocks=4), nvme_path=tmp_path,
+            param_persistence_threshold=200, compute_dtype="float32", order="layer",
+            gradient_accumulation_steps=8, device_memory=num_bytes, host_memory="64MiB",
+            placement={"weights": "auto", "state": "disk"}, resume=False,
+        )  # fmt: skip
+
+    with pytest.raises(BudgetError, match="its gradients of 8 micro-steps") as raised:
+        open_engine(1)
+    least = int(str(raised.value).rpartition("device_memory=")[2].split()[0])
+    weights = 4 * sum(p.numel() for p in models.build(models.Decoder, width=64).parameters())
+    for room in (0, weights // 3, weights // 2):
+        with open_engine(least + room) as engine:
+            assert bool(engine.plan.placement.kept) == bool(room)
+            assert engine.plan.device_peak <= least + room
 
 
 def held_now(engine: OffloadEngine) -> int:
