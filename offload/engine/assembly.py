@@ -339,7 +339,17 @@ def _open_read_only(config: EngineConfig, name: str, layout: dict[str, Any]) -> 
 
 
 def _check_sides(store: Store, durability: str) -> None:
-    """Refuse to promise more than a store with one side can keep."""
+    """Refuse to promise more than a store with one side can keep, and less than one with two does.
+
+    What memory alone holds lies on the only side.
+    """
+    if store.manifest.num_sides > 1 and durability == "none":
+        store.close()
+        raise StoreError(
+            f'store {store.folders[0]}: expected one side for durability="none", got two: it was'
+            ' made with "process" or "step". Go on with one of these, or save a checkpoint and load'
+            ' it into a new store made with "none" (--fresh).'
+        )
     if store.manifest.num_sides == 1 and durability != "none":
         store.close()
         raise StoreError(

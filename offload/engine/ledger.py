@@ -174,17 +174,14 @@ class Ledger:
         """Finish as `finish`, or discard a step whose schedulers have not stepped.
 
         For the end of a script that may have been stopped between step() and scheduler.step(): what
-        it left would be resumed with a schedule that is one step behind.
+        it left would be resumed with a schedule that is one step behind.  A store with one side has
+        nothing to go back to: such a step is kept there.
         """
         pending = self._pending
         if pending is not None and pending.late is None and self._late_moves is not False:
             pending.late = self._capture_late()
             if pending.late["tracked"] and not _has_moved(pending):
-                _LOG.warning(
-                    "close: step to generation %d is discarded, its scheduler has not stepped.",
-                    pending.generation,
-                )
-                self.abandon()
+                _end_unscheduled(self, pending)
         self.finish()
         self.write_back.write()
 
@@ -225,6 +222,21 @@ class Ledger:
             self.write_back.give_up()
 
 
+def _end_unscheduled(ledger: Ledger, pending: Pending) -> None:
+    """Discard a step whose schedulers have not stepped, where there is one before it."""
+    if ledger.store.manifest.num_sides == 1:
+        _LOG.warning(
+            "close: step to generation %d is kept, its scheduler has not stepped: a resumed one is"
+            " one step behind.", pending.generation,
+        )  # fmt: skip
+        return
+    _LOG.warning(
+        "close: step to generation %d is discarded, its scheduler has not stepped.",
+        pending.generation,
+    )
+    ledger.abandon()
+
+
 def _begin_commit(
     ledger: Ledger, pending: Pending,
     run: Callable[[Callable[[], Record]], Future[Record]],
@@ -235,7 +247,7 @@ def _begin_commit(
 
     def commit() -> Record:
         _join(ledger.store, pending)
-        error = _not_finite(pending)
+        error = _not_finite(pending, in_memory=ledger.write_back.active)
         if error is not None:
             ledger.store.poison(error)
             raise error
@@ -306,13 +318,19 @@ def account(job: Job, metrics: Metrics) -> None:
         show_update(job, metrics.timeline)
 
 
-def _not_finite(pending: Pending) -> StateError | None:
+def _not_finite(pending: Pending, *, in_memory: bool) -> StateError | None:
     """A weight that became Inf or NaN is an error of the step (DESIGN T2)."""
     if not any(job.stats.num_nonfinite for job in pending.jobs):
         return None
+    left = "The generation before it is intact: lower the learning rate and resume."
+    if in_memory:
+        left = (
+            'With durability="none" the generation before it is lost: lower the learning rate, and'
+            " resume from the last save or load a checkpoint."
+        )
     return StateError(
         f"step to generation {pending.generation}: expected finite weights, got Inf or NaN"
-        " in some. The generation before it is intact: lower the learning rate and resume."
+        f" in some. {left}"
     )
 
 

@@ -102,8 +102,10 @@ class Reader:
 
     def role_range(self, unit: Unit, role: Role, start: int, stop: int) -> torch.Tensor:
         """A HOST copy of elements [start, stop) of weights or masters of a unit."""
+        self._ledger.write_back.check()
         if self._is_persistent(unit):
             assert self._persistent is not None
+            self._ledger.wait(unit.index)
             return self._persistent.tensor(role)[start:stop].clone()  # of frozen tensors too
         first, last = unit.byte_of(role, start), unit.byte_of(role, stop)
         return self.data_range(unit, role, first, last).view(
@@ -112,8 +114,10 @@ class Reader:
 
     def data_range(self, unit: Unit, role: Role, start: int, stop: int) -> torch.Tensor:
         """A HOST copy of bytes [start, stop) of the flat buffer of a role, uint8."""
+        self._ledger.write_back.check()
         if self._is_persistent(unit):
             assert self._persistent is not None
+            self._ledger.wait(unit.index)
             return self._persistent.data(role)[start:stop].clone()
         if stop <= start or (role in MOMENTS and unit.index in self._ledger.zero_moments):
             return torch.zeros(max(stop - start, 0), dtype=torch.uint8)

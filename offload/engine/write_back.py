@@ -9,9 +9,10 @@ Nothing is read or written in between for what stays; a process that dies goes b
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import aio
+from offload.errors import StoreError
 from offload.memory.slab import Region
 from offload.metrics import Metrics
 from offload.partition.unit import Role, Unit
@@ -36,6 +37,7 @@ class WriteBack:
         self._units = units
         self._regions = regions
         self._sums: dict[int, Mapping[Role, bytes]] = {}  # of what was written, by changed unit
+        self._saved = -1  # the generation that the store has had last
         self._lost = False
 
     def leaves(self, unit: int, role: Role) -> bool:
@@ -51,6 +53,7 @@ class WriteBack:
         self, generation: int, payload: bytes, sums: Mapping[int, Mapping[Role, bytes]]
     ) -> Record:
         """Make a step's generation count here.  `sums`: checksums of what it wrote, by unit."""
+        self._note_saved()
         sides = {self._units[unit].name: 0 for unit in sums}
         record = self._store.commit(
             sides=sides, generation=generation, payload=payload, in_memory=True
@@ -61,15 +64,16 @@ class WriteBack:
     def write(self) -> None:
         """Bring what has changed to the store, and commit; nothing where nothing has.
 
-        No update may be under way.  Raises StoreError from a failed transfer.
+        No update may be under way.  Raises StoreError from a failed transfer, after which the
+        store takes nothing more; and where memory holds no generation.
         """
+        self.check()
         record = self._store.committed
-        if not self._sums or self._lost or record is None:
+        if not self._sums or record is None:
             return
         names = {unit: self._units[unit].name for unit in self._sums}
         self._store.begin(names.values())
-        for ticket in [ticket for unit in names for ticket in self._submit(unit)]:
-            ticket.wait()
+        self._finish([ticket for unit in names for ticket in self._submit(unit)])
         digests = {}
         for unit, name in names.items():
             sums = {**self._sums[unit], **self._sums_in_memory(unit)}
@@ -86,7 +90,38 @@ class WriteBack:
 
     def give_up(self) -> None:
         """An update was dropped half-way: memory holds no generation any more."""
-        self._lost = True
+        if self.active:
+            self._note_saved()
+            self._lost = True
+
+    def check(self) -> None:
+        """Raise StoreError where memory holds no generation."""
+        if self._lost:
+            raise StoreError(
+                f"store {self._store.folders[0]}: expected a whole generation in memory, got one"
+                ' whose step was lost half-way with durability="none". The last save is generation'
+                f" {self._saved}: close the engine, and resume it or load a checkpoint."
+            )
+
+    def _note_saved(self) -> None:
+        if not self._sums and self._store.committed is not None:
+            self._saved = self._store.committed.generation
+
+    def _finish(self, tickets: Sequence[aio.Ticket]) -> None:
+        """Wait for all; one that failed leaves a side that nobody knows."""
+        failed: aio.IOFailed | None = None
+        for ticket in tickets:
+            try:
+                ticket.wait()
+            except aio.IOFailed as error:
+                failed = failed or error
+        if failed is not None:
+            self._store.poison(failed)
+            raise StoreError(
+                f"store {self._store.folders[0]}: what memory alone holds cannot be saved:"
+                f" {failed}. Remove the cause and load a checkpoint, or go on from one saved"
+                " elsewhere."
+            ) from failed
 
     def _submit(self, unit: int) -> list[aio.Ticket]:
         tickets = []

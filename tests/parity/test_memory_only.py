@@ -1,5 +1,6 @@
 """durability="none": what stays in memory is not written by steps, and nothing shows it."""
 
+import errno
 import json
 import os
 import subprocess
@@ -20,8 +21,9 @@ from case import (
 )
 from safetensors.torch import load_file
 
+from aio.faults import Fault, Faults
 from offload import OffloadEngine
-from offload.errors import StoreError
+from offload.errors import StateError, StoreError
 from offload.store import checksum
 from offload.store.store import Store
 
@@ -187,3 +189,74 @@ def die(folder: str, settings: dict[str, str], saves: bool) -> None:
         engine.save_checkpoint(Path(folder) / "saved").wait()
         train(engine, 2, 3)
     os._exit(0)
+
+
+def test_a_store_with_two_sides_is_refused(tmp_path):
+    with open_engine(tmp_path, {"durability": "process"}) as engine:
+        train(engine, 0, 2)
+    with pytest.raises(StoreError, match="expected one side for durability"):
+        open_engine(tmp_path, EVERYTHING, resume=True)
+    with open_engine(tmp_path, {"durability": "process"}, resume=True) as engine:
+        train(engine, 2, 4)
+        assert_same(collect_engine(engine, Trained()), last_state())
+
+
+@pytest.mark.filterwarnings("ignore:overflow")
+def test_a_lost_step_is_neither_saved_nor_read(settings, tmp_path):
+    engine = open_engine(tmp_path, settings)
+    train(engine, 0, 1)
+    engine.save_checkpoint(tmp_path / "saved").wait()
+    train(engine, 1, 2)
+    engine.optimizer.param_groups[0]["lr"] = 1e39  # too large for float32
+    train(engine, 2, 3)
+    with pytest.raises(StateError, match="the generation before it is lost"):
+        engine.save_checkpoint(tmp_path / "saved")
+    for action in (
+        lambda: engine.save_checkpoint(tmp_path / "saved"),
+        lambda: engine.export(tmp_path / "out"),
+        lambda: engine.full_fp32_param("head.weight"),
+        engine.module.state_dict,
+        engine.close,
+    ):
+        with pytest.raises(StoreError, match="The last save is generation 1:"):
+            action()
+    assert [path.name for path in (tmp_path / "saved").glob("global*")] == ["global_step1"]
+    assert not list(tmp_path.glob("out/*"))
+
+
+def test_a_save_that_fails_is_told_and_nothing_more_is_written(tmp_path):
+    engine = open_engine(tmp_path, {**EVERYTHING, "aio_backend": "faults"})
+    train(engine, 0, 3)
+    faults = Faults(engine._parts.ground.queue)
+    before = len(faults.log())
+    faults.inject(Fault.error(before, errno.EIO))
+    with pytest.raises(StoreError, match="what memory alone holds cannot be saved"):
+        engine.save_checkpoint(tmp_path / "saved")
+    blocks = len(faults.log()) - before
+    assert blocks > len(CASE.model().blocks)  # the others were waited for
+    with pytest.raises(StoreError, match="a transfer failed"):
+        engine.save_checkpoint(tmp_path / "saved")
+    assert len(faults.log()) - before == blocks
+    with pytest.raises(StoreError):
+        engine.close()
+
+
+def test_a_step_whose_scheduler_has_not_stepped_is_kept(settings, tmp_path, caplog):
+    def stop_after_a_step(engine) -> None:
+        with engine:
+            for step in range(3):
+                engine_step(engine, CASE, step, Trained())
+                if step == 2:
+                    raise SystemExit(143)
+                scheduler.step()
+
+    engine = open_engine(tmp_path, settings)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(engine.optimizer, lambda epoch: 1.0)
+    engine.track(scheduler=scheduler)
+    with pytest.raises(SystemExit):
+        stop_after_a_step(engine)
+    assert "step to generation 3 is kept" in caplog.text
+    with open_engine(tmp_path, settings, resume=True) as engine:
+        assert engine.global_step == 3
+        train(engine, 3, 4)
+        assert_same(collect_engine(engine, Trained()), last_state())
