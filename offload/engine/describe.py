@@ -41,7 +41,8 @@ def describe(parts: Parts) -> str:
         f" {_size(placement.resident_bytes)} of weights and state stay",
         f"device    {blueprint.device}: {_size(blueprint.device_memory)}; largest unit"
         f" {_largest(units)};"
-        f" {small.num_tensor_elems if small else 0:,} elements of small tensors stay",
+        f" {small.num_tensor_elems if small else 0:,} elements of small tensors stay"
+        + ("; host memory is not pinned, copies are staged" * parts.ground.device.staged),
         f"engine    {parts.ground.queue.backend}, blocks of {drives.block_bytes >> 10} KiB,"
         f" {drives.read_depth} + {drives.write_depth} in flight a drive ({drives.source});"
         f" kernels {kernels.variant()}",

@@ -21,6 +21,11 @@ from offload.runtime.streams import CudaStreams, Event, Lane, Streams
 class Device(Protocol):
     """What the runtime asks of a device."""
 
+    @property
+    def staged(self) -> bool:
+        """True where HOST memory could not be made fit for copies that do not block."""
+        ...
+
     def fill(self, dst: torch.Tensor, hi: torch.Tensor, lo: torch.Tensor | None) -> Event | None:
         """Write weights into `dst` (n,) from bf16 `hi` (n,) and, for exact fp32, int16 `lo` (n,).
 
@@ -39,6 +44,8 @@ class Device(Protocol):
 
 class CpuDevice:
     """DEVICE memory is ordinary memory: fills convert on `threads`, gradients are read in place."""
+
+    staged = False
 
     def __init__(self, threads: kernels.Threads | None = None) -> None:
         self._threads = threads
@@ -61,6 +68,7 @@ class StreamDevice:
 
     def __init__(self, streams: Streams) -> None:
         self._streams = streams
+        self.staged = False
 
     def fill(self, dst: torch.Tensor, hi: torch.Tensor, lo: torch.Tensor | None) -> Event:
         streams = self._streams
@@ -85,7 +93,11 @@ class StreamDevice:
         return landed
 
     def register(self, address: int, num_bytes: int) -> Callable[[], None]:
-        return self._streams.register(address, num_bytes)
+        done = self._streams.register(address, num_bytes)
+        if done is None:
+            self.staged = True
+            return lambda: None
+        return done
 
 
 def _copy_in(dst: torch.Tensor, hi: torch.Tensor, lo: torch.Tensor | None) -> None:

@@ -13,10 +13,13 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import logging
 from collections.abc import Callable
 from typing import Protocol
 
 import torch
+
+_LOG = logging.getLogger(__name__)
 
 
 class Lane(enum.Enum):
@@ -52,8 +55,11 @@ class Streams(Protocol):
         """HOST memory that a copy out may be given: (num_elems,)."""
         ...
 
-    def register(self, address: int, num_bytes: int) -> Callable[[], None]:
-        """Make HOST memory fit for copies that do not block; call the result before it is freed."""
+    def register(self, address: int, num_bytes: int) -> Callable[[], None] | None:
+        """Make HOST memory fit for copies that do not block; call the result before it is freed.
+
+        None: that failed, copies are staged.
+        """
         ...
 
 
@@ -91,11 +97,16 @@ class CudaStreams:
     def landing(self, num_elems: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(num_elems, dtype=dtype, pin_memory=True)
 
-    def register(self, address: int, num_bytes: int) -> Callable[[], None]:
+    def register(self, address: int, num_bytes: int) -> Callable[[], None] | None:
         runtime = torch.cuda.cudart()
         failed = int(runtime.cudaHostRegister(address, num_bytes, 1))
         if failed:  # copies are then staged by the driver: slower, and as right
-            return lambda: None
+            _LOG.warning(
+                "device: %s bytes of host memory cannot be pinned (cudaHostRegister gives error"
+                " %d): copies are slower. Raise the limit on locked memory (ulimit -l).",
+                f"{num_bytes:,}", failed,
+            )  # fmt: skip
+            return None
 
         def unregister() -> None:
             with contextlib.suppress(RuntimeError):  # the context may be gone at exit

@@ -10,7 +10,7 @@ from scripted_streams import ScriptedStreams
 from offload.engine import connect
 from offload.runtime.binding import BoundUnit
 from offload.runtime.device import StreamDevice
-from offload.runtime.streams import Lane
+from offload.runtime.streams import CudaStreams, Lane
 
 NUM_ELEMS = 64
 
@@ -105,6 +105,27 @@ def test_three_slots_of_many_chunks_are_reused_only_behind_their_copies(
         assert engine.plan.placement.fetch_slots == 3
         assert_same(train_offloaded(engine, case), train_in_memory(case))
     assert made[-1].most_waiting > 3
+
+
+def test_memory_that_cannot_be_pinned_is_told(scripted, tmp_path, monkeypatch) -> None:
+    case = Case(num_steps=3)
+    monkeypatch.setattr(ScriptedStreams, "register", lambda *args: None)
+    scripted(seed=5)
+    with case.engine(tmp_path) as engine:
+        assert "host memory is not pinned" in engine.describe()
+        assert_same(train_offloaded(engine, case), train_in_memory(case))
+
+
+def test_the_reason_is_logged(monkeypatch, caplog) -> None:
+    class Refusing:
+        def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> int:
+            return 2
+
+    monkeypatch.setattr(torch.cuda, "cudart", Refusing)
+    streams = object.__new__(CudaStreams)  # there need not be a GPU
+    assert streams.register(4096, 8192) is None
+    assert "8,192 bytes of host memory cannot be pinned" in caplog.text
+    assert "error 2" in caplog.text
 
 
 def test_a_mistake_in_the_order_is_found(scripted, tmp_path) -> None:
