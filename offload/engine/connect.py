@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,7 +83,8 @@ class Ground:
     ledger: Ledger
     persistent: PersistentState | None
     resident: ResidentBuffers
-    closing: contextlib.ExitStack  # closes everything, in reverse order of construction
+    closing: contextlib.ExitStack  # closes everything, in reverse order of construction; a store
+    # that was made just now is removed if it leaves with an error
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,9 @@ def connect(
 
     `places`: files that hold parameters' values.
     """
-    with contextlib.ExitStack() as closing:
+    with contextlib.ExitStack() as undo:
+        closing = contextlib.ExitStack()
+        undo.push(closing)
         store, resumed = open_store(blueprint)
         closing.callback(store.close)
         if not resumed:
@@ -120,10 +123,8 @@ def connect(
         ground = _lay_ground(blueprint, store, resumed, captures, closing=closing)
         _load(ground, places)
         parts = _build(ground, captures)
-        begin_metrics(
-            ground.metrics, blueprint, ground.queue, resumed=resumed, closing=ground.closing
-        )
-        ground.closing.push(closing.pop_all())
+        begin_metrics(ground.metrics, blueprint, ground.queue, resumed=resumed, closing=closing)
+        undo.pop_all()
         return parts
 
 
@@ -163,7 +164,7 @@ def _lay_ground(
     ledger = Ledger(store, units, metrics, capture_late=captures.late, write_back=write_back)
     return Ground(
         blueprint, store, resumed, metrics, queue, memory, device, ledger, persistent,
-        ResidentBuffers(memory.resident, queue, ledger), contextlib.ExitStack(),
+        ResidentBuffers(memory.resident, queue, ledger), closing,
     )  # fmt: skip
 
 
@@ -200,28 +201,55 @@ def _build(ground: Ground, captures: Captures) -> Parts:
     persistent = ground.persistent.bound if ground.persistent else None
     small = [persistent] if persistent else []
     idle = IdleGradients(
-        guard, lambda: lent.has_gradients, lambda: [*residency.present.values(), *small]
-    )
+        # With a loss scale what a user assigns is unscaled, and what autograd adds to is not.
+        guard, lambda: scale.enabled or lent.has_gradients,
+        lambda: [*residency.present.values(), *small],
+    )  # fmt: skip
     residency.before_phase = idle.follow
+    idle.show()
     ground.closing.callback(idle.hide)
     hooks = Hooks(
         blueprint.model, blueprint.found.hooks, residency, keeper,
         persistent=persistent,
-        before_forward=ground.ledger.engine_called, listener=speculator,
+        before_forward=lambda: _engine_called(ground, guard), listener=speculator,
     )  # fmt: skip
+    hooks.last_micro_step = blueprint.config.gradient_accumulation_steps == 1
     ground.closing.callback(hooks.close)
     units = {unit.index: unit for unit in blueprint.units}
     reader = Reader(ground.queue, ground.ledger, units, ground.persistent, resident=ground.resident)
     editor = Editor(
         residency, ground.ledger, reader, ground.queue, ground.persistent, idle=idle,
         resident=ground.resident, chunk_elems=blueprint.placement.chunk_elems,
-        capture=captures.state, stop_updates=speculator.discard,
+        capture=captures.state, stop_updates=speculator.discard, catch_up=lambda: catch_up(ground),
     )  # fmt: skip
     names = {id(parameter): name for name, parameter in blueprint.found.parameters.items()}
     return Parts(
         ground, keeper, lent, residency, guard, hooks, stepper, speculator, counts, scale, reader,
         editor, names,
     )  # fmt: skip
+
+
+def _engine_called(ground: Ground, guard: ParameterGuard) -> None:
+    """A forward begins: what an exception left half-way is put right."""
+    guard.loading = None
+    catch_up(ground)
+    ground.ledger.engine_called()
+
+
+def outdate(parts: Parts, units: Collection[int]) -> None:
+    """An update of `units` was submitted: the device holds their former weights."""
+    small = parts.ground.persistent
+    for unit in units:
+        if small is not None and unit == small.unit.index:
+            small.outdate()
+        else:
+            parts.residency.bound[unit].outdate()
+
+
+def catch_up(ground: Ground) -> None:
+    """Bring the small tensors on the device up to date; waits for their update."""
+    if ground.persistent is not None:
+        ground.persistent.catch_up(ground.device, ground.ledger.wait)
 
 
 def _optimization(

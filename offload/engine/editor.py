@@ -43,6 +43,7 @@ class Editor:
         persistent: PersistentState | None, *,
         idle: IdleGradients, resident: ResidentBuffers, chunk_elems: int,
         capture: Callable[[], Mapping[str, Any]], stop_updates: Callable[[], None],
+        catch_up: Callable[[], None],
     ) -> None:  # fmt: skip
         self._residency = residency
         self._ledger = ledger
@@ -54,6 +55,7 @@ class Editor:
         self._chunk_elems = chunk_elems
         self._capture = capture
         self._stop_updates = stop_updates
+        self._catch_up = catch_up  # with the last step, or its weights would count as edits
         self._num_open = 0  # blocks of `gathered`
 
     @contextlib.contextmanager
@@ -62,6 +64,7 @@ class Editor:
         indices = sorted({self._reader.find(name)[0].index for name in names})
         bound = [self._bound(index) for index in indices]
         held: list[BoundUnit] = []
+        self._catch_up()
         self._num_open += 1
         try:
             for unit in bound:

@@ -14,7 +14,7 @@ import logging
 import os
 import tempfile
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -26,7 +26,7 @@ from offload.config import EngineConfig, make_config, parse_bytes
 from offload.engine.assembly import Blueprint, plan
 from offload.engine.checkpoints import Checkpoints
 from offload.engine.configured import configure, store_folder
-from offload.engine.connect import Captures, Parts, connect, take_over
+from offload.engine.connect import Captures, Parts, catch_up, connect, outdate, take_over
 from offload.engine.describe import describe
 from offload.engine.exporting import exportable
 from offload.engine.generation import (
@@ -40,6 +40,7 @@ from offload.engine.importing import import_zero
 from offload.engine.intact import check_intact
 from offload.engine.loading_dict import StateDictLoading
 from offload.engine.micro_batches import train_batch
+from offload.engine.outer_loop import end_step
 from offload.engine.planning import PlanOnly, current_plan, first_plan
 from offload.engine.reader import current
 from offload.engine.rewriting import commit_first
@@ -107,14 +108,14 @@ class OffloadEngine:
         )
         self._checkpoints = Checkpoints(self._parts)
         self._close = weakref.finalize(self, _close, self._parts, os.getpid(), given.scratch)
-        take_over(model, self._parts)
-        StateDictLoading(model, self._parts)
-        self._parts.hooks.last_micro_step = self.config.gradient_accumulation_steps == 1
-        if self.resumed:
-            resume(self)
-        else:
-            commit_first(self._parts.ground.ledger, encode(capture_state(self)))
-        given.attach(self, lr_scheduler)
+        with _undone_on_error(self, given.scratch):
+            take_over(model, self._parts)
+            StateDictLoading(model, self._parts)
+            if self.resumed:
+                resume(self)
+            else:
+                commit_first(self._parts.ground.ledger, encode(capture_state(self)))
+            given.attach(self, lr_scheduler)
         for line in self.describe().splitlines():
             _LOG.info(line)
 
@@ -378,6 +379,12 @@ class _EngineStepper:
     def step(self) -> None:
         engine = _alive(self._engine)
         engine._check_open()
+        try:
+            self._step(engine)
+        finally:
+            end_step(engine)
+
+    def _step(self, engine: OffloadEngine) -> None:
         _check_writable(engine)
         parts = engine._parts
         parts.editor.check_closed("step()")
@@ -391,13 +398,16 @@ class _EngineStepper:
             engine.global_step += 1
             return capture_state(engine)
 
+        def submitted(units: Collection[int]) -> None:
+            engine._micro_steps = 0
+            outdate(parts, units)
+
         with parts.ground.metrics.phase("step"):
             order = parts.residency.order()
-            outcome = parts.stepper.step(parts.speculator, order=order, capture=capture)
-            for unit in outcome.units:
-                parts.residency.bound[unit].outdate()
-            if outcome.updated and parts.ground.persistent is not None:
-                parts.ground.persistent.refresh(parts.ground.device)
+            outcome = parts.stepper.step(
+                parts.speculator, order=order, capture=capture, submitted=submitted
+            )  # fmt: skip
+            catch_up(parts.ground)
         engine.grad_norm = outcome.grad_norm
         if outcome.skipped:
             _LOG.warning(
@@ -413,6 +423,21 @@ class _EngineStepper:
         engine._parts.speculator.discard()
         engine._parts.lent.clear(zeros=not set_to_none)
         engine._parts.scale.forget()
+        end_step(engine)
+
+
+@contextlib.contextmanager
+def _undone_on_error(
+    engine: OffloadEngine, scratch: tempfile.TemporaryDirectory[str] | None
+) -> Iterator[None]:  # fmt: skip
+    """Release everything, and remove a store made just now, if the block fails."""
+    with contextlib.ExitStack() as undo:
+        if scratch is not None:
+            undo.callback(scratch.cleanup)
+        undo.push(engine._parts.ground.closing)
+        undo.callback(engine._close.detach)
+        yield
+        undo.pop_all()
 
 
 def _decide(model: nn.Module, config: EngineConfig, choice: Choice) -> Blueprint:

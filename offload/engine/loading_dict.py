@@ -1,6 +1,6 @@
 """`model.load_state_dict` on a model whose weights live in the store.
 
-    begins   evicted parameters note what is copied into them
+    begins   what is not in use is evicted; evicted parameters note what is copied into them
     ends     unit by unit: gather, copy, write back what changed as a new generation
 
 Small tensors are on the device, where torch copies into them; writing them back makes it last.
@@ -8,14 +8,18 @@ Small tensors are on the device, where torch copies into them; writing them back
 
 from __future__ import annotations
 
+import contextlib
+import weakref
 from collections import defaultdict
 from typing import Any
 
 import torch
 from torch import nn
 
-from offload.engine.connect import Parts
+from offload.engine.connect import Parts, catch_up
 from offload.errors import StateError
+from offload.runtime.guard import ParameterGuard
+from offload.runtime.hooks import recover
 
 
 class StateDictLoading:
@@ -42,7 +46,15 @@ class StateDictLoading:
                 "load_state_dict: expected an engine that may train, got one opened with"
                 " read_only=True. Load into the model before making the engine."
             )
-        self._parts.guard.loading = {}
+        # Only what is evicted is noted, and what is gathered is written when its block ends.
+        recover(self._parts.hooks)
+        catch_up(self._parts.ground)
+        self._parts.residency.evict_unused()
+        guard = self._parts.guard
+        guard.loading = {}
+        with contextlib.suppress(TypeError):  # a plain dict: the model is part of a larger one
+            # load_state_dict's own copy, which goes when it ends, in an exception too.
+            weakref.finalize(state, _stop_loading, weakref.ref(guard), guard.loading).atexit = False
 
     def _end(self, module: nn.Module, keys: Any) -> None:
         loaded, self._parts.guard.loading = self._parts.guard.loading or {}, None
@@ -58,3 +70,10 @@ class StateDictLoading:
                 for name in names:
                     if name in loaded:
                         found[name].copy_(loaded[name])
+
+
+def _stop_loading(guard: weakref.ref[ParameterGuard], loading: dict[str, torch.Tensor]) -> None:
+    """Refuse copies into evicted parameters again, unless another load has begun."""
+    found = guard()
+    if found is not None and found.loading is loading:
+        found.loading = None

@@ -52,7 +52,7 @@ def clip_next_step(engine: OffloadEngine, max_norm: float) -> None:
 
 
 def end_step(engine: OffloadEngine) -> None:
-    """Clip as `gradient_clipping` says again."""
+    """Clip as `gradient_clipping` says again: the step was taken, or its gradients dropped."""
     engine._parts.stepper.max_norm = engine.config.gradient_clipping
 
 

@@ -164,14 +164,15 @@ class Speculator:
     def _drop(self, unit: int) -> None:
         job = self._bets.pop(unit).job
         self._settling.discard(unit)
-        job.cancel()
         try:
+            job.cancel()
             with self._ledger.metrics.stall("redo", self._units[unit].name):
                 job.wait()  # transfers in flight touch slots and the spare side
         except StateError:
             pass
         except StoreError as error:  # the step does it all again, and fails if that fails
             _LOG.warning("an update that is not needed any more has failed: %s", error)
-        account(job, self._ledger.metrics)
-        job.close()
-        self._builder.resident.forget(unit)
+        finally:  # Ctrl-C ends the wait above too
+            self._builder.resident.forget(unit)
+            account(job, self._ledger.metrics)
+            job.close()

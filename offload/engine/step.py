@@ -5,13 +5,13 @@ norm and finiteness of this step's gradients  -> skip (and the fp16 scale), or t
 rows of hyper-parameters                      -> one per group and step count
 updates made during backward                  -> kept where all this is as they assumed
 every other unit that got a gradient          -> the update pipeline, in order of next use
-refresh the small tensors; the others are waited for when they are fetched
+the engine refreshes the small tensors; the others are waited for when they are fetched
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,8 +32,6 @@ class Outcome:
 
     grad_norm: float
     skipped: bool
-    updated: tuple[str, ...]  # parameters
-    units: tuple[int, ...] = ()  # that hold them, small tensors apart
 
 
 @dataclass(frozen=True)
@@ -83,11 +81,14 @@ class Stepper:
         return self._rows(set(self._names), 1.0 / self._scale.value)
 
     def step(
-        self, speculator: Speculator, *, order: Sequence[int], capture: Callable[[], dict[str, Any]]
+        self, speculator: Speculator, *, order: Sequence[int],
+        capture: Callable[[], dict[str, Any]], submitted: Callable[[Collection[int]], None],
     ) -> Outcome:  # fmt: skip
         """Update what got a gradient; returns before the disk is done.
 
         `order`: units by next use.  `capture()`: the engine's state for the commit.
+        `submitted(units)`: their weights are the next generation's from now on; no signal comes
+        between it and the submission.
         """
         self._ledger.finish()
         self._lent.take_all_back()
@@ -102,19 +103,20 @@ class Stepper:
             self._metrics.skipped_steps += not finite
             if not finite:
                 self._scale.update(overflow=True)
-            return Outcome(norm, not finite, ())
+            return Outcome(norm, not finite)
         factor = min(1.0, self.max_norm / (norm + 1e-6)) if self.max_norm else 1.0
         rows = self._rows(with_grad, factor / self._scale.value)
         made = speculator.settle(rows, clipped=factor != 1.0)
         self._scale.update(overflow=False)  # before the state is captured
-        self._submit(rows, made, order, capture)
-        self._clear()
-        small = {self._persistent.index} if self._persistent else set()
-        return Outcome(norm, False, tuple(rows.row_of), tuple(made.keys() - small))
+        with uninterrupted():
+            self._submit(rows, made, order, capture)
+            self._clear()
+            submitted(made)
+        return Outcome(norm, False)
 
     def kept_norm(self) -> float:
         """The norm that step() would find now; waits for gradients on their way to disk."""
-        self._lent.take_all_back()
+        self._lent.take_all_back(stays=True)
         self._lent.keeper.settle()
         return self._norm(self._with_grad())[0]
 
@@ -139,6 +141,7 @@ class Stepper:
         self, rows: Rows, made: dict[int, Made], order: Sequence[int],
         capture: Callable[[], dict[str, Any]],
     ) -> None:  # fmt: skip
+        """Give the pipeline what is not in `made`, and the ledger everything; adds to `made`."""
         if not rows.row_of:
             return
         position = {unit: place for place, unit in enumerate(order)}
@@ -154,12 +157,9 @@ class Stepper:
             if any(slot.tensor.name in rows.row_of for slot in unit.slots if slot.tensor.trainable)
         ]
         held = sorted((unit for unit in updated if unit.index not in made), key=urgency)
-        with uninterrupted():
-            if held:
-                job = self._builder.submit(held, rows, urgency=urgency, released=True)
-                made.update({unit.index: Made(job, number) for number, unit in enumerate(held)})
-            self._counts.advance(rows.row_of)
-            sides = {unit.name: self._ledger.next_side(unit.index) for unit in updated}
-            self._ledger.submit(Pending(made, sides, self._ledger.generation + 1, capture()))
-        if self._persistent is not None and self._persistent.index in made:
-            self._ledger.wait(self._persistent.index)
+        if held:
+            job = self._builder.submit(held, rows, urgency=urgency, released=True)
+            made.update({unit.index: Made(job, number) for number, unit in enumerate(held)})
+        self._counts.advance(rows.row_of)
+        sides = {unit.name: self._ledger.next_side(unit.index) for unit in updated}
+        self._ledger.submit(Pending(made, sides, self._ledger.generation + 1, capture()))

@@ -156,7 +156,6 @@ class AcceleratedLoop:
 
     def after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """Tell accelerate whether the step was skipped: schedulers wait then."""
-        outer_loop.end_step(self._engine)
         skipped = self._engine.skipped_steps
         for each in self._accelerator._optimizers:
             if each.optimizer is optimizer:

@@ -42,13 +42,10 @@ class Taken:
         return any(id(parameter) in self.engine._parts.names_by_id for parameter in parameters)
 
     def step(self, closure: Any = None) -> Any:
-        loss = self.engine.optimizer.step(closure)
-        outer_loop.end_step(self.engine)
-        return loss
+        return self.engine.optimizer.step(closure)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.engine.optimizer.zero_grad(set_to_none)
-        outer_loop.end_step(self.engine)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take hyper-parameters; raises StateError for moments, which are the store's."""

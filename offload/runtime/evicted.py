@@ -115,6 +115,13 @@ class IdleParameter(_Kept):
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
+    def __deepcopy__(self, memo: Any) -> nn.Parameter:
+        """A copy belongs to no engine."""
+        if id(self) not in memo:
+            memo[id(self)] = nn.Parameter(self.data.clone(), self.requires_grad)
+        found: nn.Parameter = memo[id(self)]
+        return found
+
 
 class EvictedParameter(_Kept):
     """A parameter whose data is in the store.  Each engine has a subclass with its guard."""

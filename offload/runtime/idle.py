@@ -19,11 +19,11 @@ class IdleGradients:
     """Puts present parameters into the idle class, and takes them out again."""
 
     def __init__(
-        self, guard: Guard, has_gradients: Callable[[], bool],
+        self, guard: Guard, wanted: Callable[[], bool],
         present: Callable[[], Iterable[BoundUnit]],
     ) -> None:  # fmt: skip
         self._class = idle_class(guard)
-        self._has_gradients = has_gradients
+        self._wanted = wanted  # there is something to answer, or assigning must be seen
         self._present = present
         self._shown: list[nn.Parameter] = []
 
@@ -35,8 +35,8 @@ class IdleGradients:
             self.hide()
 
     def show(self) -> None:
-        """Let `p.grad` be what is kept, where something is and parameters are present."""
-        if not self._has_gradients():
+        """Let `p.grad` be what is kept, where that is wanted and parameters are present."""
+        if not self._wanted():
             return
         for bound in self._present():
             for parameter in bound.parameters:

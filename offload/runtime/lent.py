@@ -73,26 +73,34 @@ class LentGradients:
             )
         self._lent[unit][name] = value
 
-    def take_back(self, unit: int) -> None:
-        """Keep what was edited; more gradients of the unit are about to come."""
+    def take_back(self, unit: int, *, stays: bool = False) -> None:
+        """Keep what was edited; more gradients of the unit are about to come.
+
+        `stays`: what is lent remains so, and later edits of it are honoured too.
+        """
         edited = {}
-        for name, tensor in self._lent.pop(unit, {}).items():
+        for name, tensor in self._lent[unit].items():
             flat = self._as_kept(unit, tensor)
-            if self._same(name, flat):
+            if self._same(name, flat, tensor):
                 continue
             if bool(flat.any()):
                 edited[name] = flat
             else:  # costs nothing if more comes, and widens no 16-bit gradient
                 self._zeros[unit].add(name)
                 self.keeper.forget(unit, name)
+        if not stays:
+            self._lent[unit].clear()
         self.keeper.replace(unit, edited)
         self._zeros[unit] -= edited.keys()
 
-    def take_all_back(self) -> None:
-        """Keep what was edited or assigned, and the zeros; a step is about to read it."""
+    def take_all_back(self, *, stays: bool = False) -> None:
+        """Keep what was edited or assigned, and the zeros; a step is about to read it.
+
+        `stays` as for `take_back`.
+        """
         for bound in self._bound:
             index = bound.unit.index
-            self.take_back(index)
+            self.take_back(index, stays=stays)
             self.keeper.take(bound)  # assigned where it was a plain parameter
             kept = self.keeper[index]
             zeros = self._zeros.pop(index, set()) - kept.has_grad
@@ -143,10 +151,20 @@ class LentGradients:
             flat = flat.float() * scale
         return flat.to(self.keeper[unit].dtype)
 
-    def _same(self, name: str, flat: torch.Tensor) -> bool:
+    def _same(self, name: str, flat: torch.Tensor, lent: torch.Tensor) -> bool:
+        """True where `lent`, `flat` in the form of what is kept, is what is kept."""
         unit, slot = self._where[name]
         if name not in self.keeper[unit].has_grad:
             return False
-        kept = self.keeper.read(unit, slot)
-        bits = torch.int16 if kept.dtype.itemsize == 2 else torch.int32
-        return torch.equal(kept.view(bits), flat.view(bits))
+        if _same_bits(self.keeper.read(unit, slot), flat):
+            return True
+        # A scale that is no power of two rounds, so that scaling does not undo unscaling.
+        fresh = self._unscaled(name)
+        return fresh is not None and _same_bits(fresh.view(-1), lent.detach().cpu().flatten())
+
+
+def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if one.dtype is not other.dtype:
+        return False
+    bits = torch.int16 if one.dtype.itemsize == 2 else torch.int32
+    return torch.equal(one.view(bits), other.view(bits))

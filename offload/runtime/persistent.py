@@ -37,6 +37,7 @@ class PersistentState:
     def __init__(self, bound: BoundUnit, region: Region, *, grad_bytes: int) -> None:
         self.bound = bound
         self.unit: Unit = bound.unit
+        self._outdated = False  # the device has the weights of an earlier generation
         self._weights = bound.unit.states.weights
         self._regions: dict[Role, Region] = {}
         start = 0
@@ -92,9 +93,20 @@ class PersistentState:
             ticket.wait()
         return num_bytes
 
+    def outdate(self) -> None:
+        """An update has been submitted: the device needs its weights before their next use."""
+        self._outdated = True
+
+    def catch_up(self, device: Device, wait: Callable[[int], None]) -> None:
+        """Refresh if there was an update; `wait(unit)` returns when it has ended."""
+        if self._outdated:
+            wait(self.unit.index)
+            self.refresh(device)
+
     def refresh(self, device: Device) -> None:
         """Give the device the current weights."""
         lo = self.tensor(Role.MASTER_LO) if self._weights.exact else None
         copied = device.fill(self.bound.flat, self.tensor(Role.PARAM), lo)
         if copied is not None:
             copied.wait()  # an update may change the masters at any time
+        self._outdated = False

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from offload import OffloadEngine
-from offload.errors import BudgetError, ConfigError, OffloadError, StoreError
+from offload.errors import BudgetError, ConfigError, OffloadError, StateError, StoreError
 
 HERE = Path(__file__).resolve().parent
 NOBODY = 65534
@@ -65,6 +65,25 @@ def open_files() -> set[str]:
 
 def contents(folder: Path) -> list[Path]:
     return sorted(folder.rglob("*"))
+
+
+def test_a_scheduler_that_cannot_be_tracked_leaves_nothing_behind(tmp_path):
+    def refused(**settings) -> None:
+        model = models.build(models.Decoder)
+        with pytest.raises(StateError, match="state_dict"):
+            open_engine(model, nvme_path=tmp_path, lr_scheduler=object(), **settings)
+        assert not any(module._forward_pre_hooks for module in model.modules())
+
+    threads, files = threading.active_count(), open_files()
+    refused()
+    assert (threading.active_count(), open_files()) == (threads, files)
+    assert contents(tmp_path) == []
+    with open_engine(models.build(models.Decoder), nvme_path=tmp_path) as engine:
+        train_a_step(engine)
+    refused(resume=True)  # what was there before stays
+    assert (threading.active_count(), open_files()) == (threads, files)
+    with open_engine(models.build(models.Decoder), nvme_path=tmp_path, resume=True) as engine:
+        assert engine.global_step == 1
 
 
 def test_a_missing_path_is_named_and_not_created(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 from pathlib import Path
@@ -184,6 +185,57 @@ def test_kept_gradients_and_norms_are_unscaled(tmp_path: Path) -> None:
         engine.step()
         total = sum(float((s.kept.double() ** 2).sum()) for s in oracle.states.values())
         assert engine.grad_norm == pytest.approx(total**0.5 / oracle.scale, rel=1e-12)
+
+
+@pytest.mark.parametrize("threshold", [0, 10**9])
+def test_a_gradient_assigned_before_backward_is_unscaled(threshold: int, tmp_path: Path) -> None:
+    """Wherever its parameter is: small ones are on the device, the others away."""
+    settings = {"param_persistence_threshold": threshold, "device_memory": "64MiB"}
+    (batch,) = STEADY.batches(0)
+    with STEADY.engine(tmp_path, **settings) as engine:
+        names = dict(engine.module.named_parameters())
+        for _ in range(3):
+            for parameter in names.values():
+                parameter.grad = torch.ones(parameter.shape)
+            engine.backward(engine(*batch))
+            both = {name: engine.kept_grad(name) for name in names}
+            engine.optimizer.zero_grad()
+            engine.backward(engine(*batch))
+            for name in names:
+                alone = engine.kept_grad(name)
+                torch.testing.assert_close(both[name], alone + 1, rtol=1e-3, atol=1e-3)
+            engine.optimizer.zero_grad()
+
+
+def test_a_small_parameter_may_be_copied_between_steps(tmp_path: Path) -> None:
+    settings = {"param_persistence_threshold": 10**9, "device_memory": "64MiB"}
+    with STEADY.engine(tmp_path, **settings) as engine:
+        engine_step(engine, STEADY, 0, Trained())
+        weight = engine.module.norm.weight
+        copied = copy.deepcopy(weight)
+        assert type(copied) is torch.nn.Parameter
+        assert same_bits(copied, weight)
+        copied.sum().backward()
+        assert weight.grad is None
+
+
+def test_reading_gradients_under_a_scale_that_rounds_is_no_edit(tmp_path: Path) -> None:
+    case = dataclasses.replace(STEADY, scaling=(), accumulation=2)  # sums are kept in fp32
+    with case.engine(tmp_path, loss_scale=1000.0) as engine:
+        keeper = engine._parts.keeper
+        units = [unit.index for unit in engine._parts.ground.blueprint.units]
+        for step in range(3):
+            for batch in case.batches(step):
+                engine.backward(engine(*batch))
+            kept = [keeper[unit].takes for unit in units]
+            found = [parameter.grad for parameter in engine.module.parameters()]
+            engine._parts.lent.take_all_back()
+            assert [keeper[unit].takes for unit in units] == kept
+            found[0] = engine.module.embed.weight.grad
+            found[0].mul_(0.5)
+            engine._parts.lent.take_all_back()
+            assert [keeper[unit].takes for unit in units] != kept
+            engine.step()
 
 
 def test_a_plain_loop_scales_its_loss(tmp_path: Path) -> None:

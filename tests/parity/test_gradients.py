@@ -19,11 +19,15 @@ from case import (
     assert_same,
     collect_engine,
     collect_oracle,
+    engine_step,
     same_bits,
+    train_in_memory,
 )
 from torch import Tensor, nn
 
 from offload import OffloadEngine
+from offload.engine import outer_loop
+from offload.errors import StateError
 
 CASE = Case()
 PLACES = {
@@ -262,3 +266,38 @@ class Chosen(nn.Module):
 
     def forward(self, x: Tensor, which: str) -> Tensor:
         return self.parts[which](x).square().mean()
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_an_edit_after_the_norm_was_asked_for_counts(place, tmp_path):
+    case, settings = PLACES[place]
+    oracle = case.oracle()
+    with case.engine(tmp_path, **settings) as engine:
+        for step in range(3):
+            backward_both(engine, oracle, case, step)
+            theirs = twins(oracle, case)
+            for twin in theirs.values():
+                twin.grad.mul_(0.5)
+            read = [param.grad for param in engine.module.parameters()]
+            outer_loop.grad_norm(engine)
+            for grad in read:
+                grad.mul_(0.5)
+            take_back(oracle, case, theirs)
+            step_both(engine, oracle)
+        assert_equal_now(engine, oracle)
+
+
+def test_clipping_that_was_asked_for_ends_with_the_gradients(tmp_path):
+    case = Case(num_steps=3)
+    with case.engine(tmp_path) as engine:
+        trained = Trained()
+        for step in range(case.num_steps):
+            engine.backward(engine(*case.batches(50)[0]))
+            outer_loop.clip_next_step(engine, 1e-3)
+            if step == 1:  # the step is refused
+                with engine.gathered("head.weight"), pytest.raises(StateError, match="step"):
+                    engine.optimizer.step()
+                assert engine._parts.stepper.max_norm == 0
+            engine.optimizer.zero_grad()
+            engine_step(engine, case, step, trained)
+        assert_same(collect_engine(engine, trained), train_in_memory(case))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 from case import (
@@ -66,4 +68,43 @@ def test_parameters_are_not_replaced(tmp_path):
             engine.module.load_state_dict(engine.module.state_dict(), assign=True)
         with pytest.raises(StateError, match="gathered"), torch.no_grad():
             engine.module.head.weight.copy_(torch.zeros(engine.module.head.weight.shape))
+        engine_step(engine, case, 0, Trained())
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"placement": {"weights": "device", "state": "disk"}, "device_memory": "64MiB"}],
+    ids=["moves", "kept"],
+)
+def test_units_that_a_forward_has_left_on_the_device_are_loaded_too(settings, tmp_path):
+    case = Case()
+    oracle = case.oracle()
+    with case.engine(tmp_path, **settings) as engine:
+        for step in range(3):
+            engine_step(engine, case, step, Trained())
+            oracle_step(oracle, case, step, Trained())
+            if step == 0:
+                best = engine.module.state_dict()
+            if step == 1:
+                engine(*case.batches(step)[0])  # its backward never comes
+                assert engine._parts.residency.present
+                engine.module.load_state_dict(best)
+                load(oracle, best)
+        assert_same(collect_engine(engine, Trained()), collect_oracle(oracle, Trained()))
+
+
+def test_a_load_that_ends_in_an_exception_is_over(tmp_path):
+    def fail(*args) -> None:
+        raise KeyError("a hook of the user's")
+
+    case = Case()
+    with case.engine(tmp_path) as engine:
+        handle = engine.module.blocks[1].register_load_state_dict_pre_hook(fail)
+        state = engine.module.state_dict()
+        with pytest.raises(KeyError, match="a hook of the user's"):
+            engine.module.load_state_dict(state)
+        handle.remove()
+        gc.collect()  # the exception holds the frames of the load
+        with pytest.raises(StateError, match="gathered"), torch.no_grad():
+            engine.module.head.weight.copy_(state["head.weight"])
         engine_step(engine, case, 0, Trained())
