@@ -243,7 +243,10 @@ def test_bytes_are_those_of_the_engine_that_would_be_made(
     here: Path, capsys: pytest.CaptureFixture[str], quick: object
 ) -> None:
     found = record(capsys, "10M", "--host-memory", "32MiB", "--micro-steps", 2, "--order", "layer")
-    settings = {"nvme_path": here, "host_memory": "32MiB", "gradient_accumulation_steps": 2}
+    settings = {
+        "nvme_path": here, "host_memory": "32MiB", "gradient_accumulation_steps": 2,
+        "order": "layer",
+    }  # fmt: skip
     blueprint = decide(make("10M").model, make_config(settings), choose("adamw", None, {}).rule)
     assert found["host"]["total"] == blueprint.placement.total_bytes
     assert found["device"]["budget"] == blueprint.device_memory
