@@ -29,9 +29,9 @@ def commits(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     allowed.set()
     not_finite, done = ledger._not_finite, UpdateJob.done
 
-    def hold(pending: Any) -> Any:
+    def hold(pending: Any, **known: Any) -> Any:
         assert allowed.wait(60)
-        return not_finite(pending)
+        return not_finite(pending, **known)
 
     def seem(job: UpdateJob, unit: int | None = None) -> bool:
         return (unit is not None or allowed.is_set()) and done(job, unit)
