@@ -49,6 +49,7 @@ class Settings:
     seq: int
     steps: int
     state_dtype: str
+    clip: float
     save: bool
     theme: str
 
@@ -72,7 +73,8 @@ def train(settings: Settings, folder: Path, group: Path) -> dict[str, int]:
         str(HERE.parent / "examples" / "train_lm.py"), "--layers", str(settings.layers),
         "--width", str(settings.width), "--heads", str(settings.width // 128), "--checkpointing",
         "--batch", str(settings.batch), "--seq", str(settings.seq), "--steps",
-        str(settings.steps), "--eval-every", "0", "--lr", "2e-4", "--out", str(folder / "out"),
+        str(settings.steps), "--eval-every", "0", "--lr", "2e-4", "--clip", str(settings.clip),
+        "--out", str(folder / "out"),
     ]  # fmt: skip
     (folder / "nvme").mkdir()
 
@@ -153,6 +155,7 @@ def tell(result: dict[str, Any]) -> None:
 @click.option("--seq", default=256)
 @click.option("--steps", default=20)
 @click.option("--state-dtype", default="fp32")
+@click.option("--clip", default=1.0, help="Greatest gradient norm; 0: none.")
 @click.option("--save", is_flag=True, help="Write benchmarks/results/.")
 @click.option("--theme", default="beyond", help="First word of the result file.")
 def main(**options: Any) -> None:

@@ -100,14 +100,19 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Called with tokens and the tokens that follow them, it returns the mean cross entropy."""
+    """Called with tokens and the tokens that follow them, it returns the mean cross entropy.
 
-    def __init__(self, shape: Shape) -> None:
+    `dtype`: blocks are converted as they are made, so that one at a time is there in fp32.
+    """
+
+    def __init__(self, shape: Shape, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
         self.checkpointing = shape.checkpointing
         self.embedding = nn.Embedding(shape.vocab, shape.width)
         self.positions = nn.Embedding(shape.seq, shape.width)
-        self.blocks = nn.ModuleList([Block(shape) for _ in range(shape.depth)])
+        self.blocks = nn.ModuleList([])
+        for _ in range(shape.depth):
+            self.blocks.append(Block(shape).to(dtype))
         self.norm = nn.LayerNorm(shape.width)
         self.head = Linear(shape.width, shape.vocab, shape.products)
 
@@ -125,7 +130,7 @@ class GPT(nn.Module):
 def build(shape: Shape) -> GPT:
     """Make the bf16 model, the same weights in every process."""
     torch.manual_seed(0)
-    return GPT(shape).to(torch.bfloat16)
+    return GPT(shape, torch.bfloat16).to(torch.bfloat16)
 
 
 def batches(shape: Shape) -> Iterator[tuple[Tensor, Tensor]]:

@@ -40,7 +40,7 @@ def parse_arguments() -> argparse.Namespace:
     training.add_argument("--steps", type=int, default=120)
     training.add_argument("--accumulation", type=int, default=1, help="micro-steps in a step")
     training.add_argument("--lr", type=float, default=6e-4)
-    training.add_argument("--clip", type=float, default=1.0, help="greatest gradient norm")
+    training.add_argument("--clip", type=float, default=1.0, help="greatest gradient norm; 0: any")
     training.add_argument("--seed", type=int, default=0)
     training.add_argument("--eval-every", type=int, default=40, help="steps; 0: only at the end")
     training.add_argument("--max-minutes", type=float, default=math.inf, help="then stop early")
@@ -68,7 +68,7 @@ class InMemory:
 
     def step(self) -> None:
         if self.micro_steps % self.accumulation == 0:
-            norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
+            norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.clip or math.inf)
             self.grad_norm = float(norm)
             self.optimizer.step()
             self.optimizer.zero_grad()
