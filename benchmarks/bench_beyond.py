@@ -102,8 +102,10 @@ def bound_of(step: dict[str, Any], rates: dict[str, float]) -> dict[str, float]:
     """Seconds of disk and compute, the terms of the bound."""
     read, write, phases = step["read_bytes"], step["write_bytes"], step["phases"]
     disk = max(read / rates["read"], write / rates["write"], (read + write) / rates["mixed"])
-    compute = phases.get("forward", 0.0) + phases.get("backward", 0.0) - phases.get("stall", 0.0)
-    return {"disk": disk, "compute": compute}
+    working = phases.get("forward", 0.0) + phases.get("backward", 0.0)
+    stalls = step["stalls"].items()
+    waited = sum(taken for cause, taken in stalls if cause.startswith(("forward.", "backward.")))
+    return {"disk": disk, "compute": working - waited}
 
 
 def result_of(

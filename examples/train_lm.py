@@ -233,8 +233,15 @@ class Run:
             "tokens_per_s": num_tokens / seconds,
             "read_bytes": now[0] - read,
             "write_bytes": now[1] - written,
-            "phases": {} if self.args.no_offload else dict(self.trainer.metrics.last["seconds"]),
+            **self.account(),
         }
+
+    def account(self) -> dict[str, Any]:
+        """Seconds of the step by phase, and of its waits by cause."""
+        if self.args.no_offload:
+            return {}
+        last = self.trainer.metrics.last
+        return {"phases": last["seconds"], "stalls": last["stalls"]}
 
     def describe(self, row: dict[str, Any]) -> str:
         """For the progress bar."""
