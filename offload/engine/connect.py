@@ -52,6 +52,7 @@ from offload.runtime.lent import LentGradients
 from offload.runtime.persistent import PersistentState
 from offload.runtime.residency import Residency
 from offload.runtime.resident import ResidentBuffers
+from offload.runtime.room import DeviceRoom
 from offload.runtime.source import FilePlace, InitialValues
 from offload.runtime.spill import Spiller, SpillFile
 from offload.schedule.placement import SUM_BYTES, grad_bytes
@@ -340,7 +341,7 @@ def _residency(ground: Ground) -> tuple[ParameterGuard, Residency]:
     guard = ParameterGuard([*bound, *([ground.persistent.bound] if ground.persistent else [])])
     guard_type = guard_class(guard)
     for unit in bound:  # their values are in the store now; this frees the model's own memory
-        unit.evict(guard_type)
+        unit.evict(guard_type, ground.device.mark)
     trim_heap()
     fetcher = Fetcher(
         ground.queue, ground.memory.fetch, ground.ledger, ground.device, resident=ground.resident,
@@ -352,9 +353,9 @@ def _residency(ground: Ground) -> tuple[ParameterGuard, Residency]:
         [each.unit.num_elems for each in bound],
         prefetch_elems=config.prefetch_bucket_size, reuse_elems=config.max_reuse_distance,
     )  # fmt: skip
+    room = DeviceRoom(bound, ground.device, weight_bytes=blueprint.weight_capacity)
     residency = Residency(
-        bound, fetcher, guard_type, horizon=horizon, weight_bytes=blueprint.weight_capacity,
-        metrics=ground.metrics,
+        bound, fetcher, guard_type, horizon=horizon, room=room, metrics=ground.metrics,
     )  # fmt: skip
     guard.residency = residency
     return guard, residency

@@ -15,13 +15,14 @@ from __future__ import annotations
 import contextlib
 import enum
 import mmap
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import nn
 
 from offload.partition.unit import Slot, Unit
 from offload.runtime.evicted import EvictedParameter
+from offload.runtime.streams import Event
 
 
 class Presence(enum.Enum):
@@ -50,6 +51,7 @@ class BoundUnit:
         self._device = device
         self._classes = [type(parameter) for parameter in self.parameters]
         self._flat: torch.Tensor | None = None
+        self.vacant: Event | None = None  # behind it compute no longer uses the storage's memory
         self._hole = torch.full((), float("nan"), dtype=dtype, device=device)
 
     @property
@@ -89,11 +91,23 @@ class BoundUnit:
                 view.copy_(parameter.data)
                 parameter.data = view
 
-    def begin_fill(self) -> None:
-        """EVICTED -> FILLING: allocate the storage."""
-        self._move(Presence.EVICTED, Presence.FILLING)
+    def reserve(self, mark: Callable[[], Event | None]) -> None:
+        """Allocate the storage of the next fill, unless it is there; `mark()`: a point behind all
+        that compute was given so far.
+        """
         if self._flat is None:
             self._flat = new_storage(self.unit.num_elems, self.dtype, self._device)
+            self.vacant = mark()
+
+    def give_up(self) -> None:
+        """Free a storage that was made ahead and is not filled."""
+        if self.presence is Presence.EVICTED and not self.stays:
+            self._flat = None
+
+    def begin_fill(self, mark: Callable[[], Event | None]) -> None:
+        """EVICTED -> FILLING: allocate the storage, unless that was done ahead."""
+        self._move(Presence.EVICTED, Presence.FILLING)
+        self.reserve(mark)
 
     def end_fill(self) -> None:
         """FILLING -> PRESENT: parameters become plain views."""
@@ -104,10 +118,16 @@ class BoundUnit:
             parameter.__class__ = plain
             parameter.data = self.view(slot)
 
-    def evict(self, guard: type[EvictedParameter]) -> None:
-        """PRESENT or FILLING -> EVICTED: drop the storage, dress the parameters in `guard`."""
+    def evict(
+        self, guard: type[EvictedParameter], mark: Callable[[], Event | None]
+    ) -> None:  # fmt: skip
+        """PRESENT or FILLING -> EVICTED: drop the storage, dress the parameters in `guard`.
+
+        Of a unit that stays the storage is put aside: compute has used it up to `mark()`.
+        """
         if self.presence is Presence.FILLING or not self.fresh:
             self._flat, self.fresh = None, False
+        self.vacant = mark() if self._flat is not None else None
         if self.presence is Presence.PRESENT:
             for slot, parameter in zip(self.unit.slots, self.parameters, strict=True):
                 hole = self._hole.expand(slot.tensor.shape)

@@ -3,8 +3,8 @@
     fill   host slot (16-bit halves) --convert--> slice of a unit's flat storage
     take   gradients on the device   -----------> host tensors
 
-On a GPU a fill runs on a stream of its own: behind what compute was given before it, since that
-made the storage, and in front of what it is given from then on.  The slot is busy until then.
+On a GPU a fill runs on a stream of its own: behind the point at which compute had left the
+storage's memory, and in front of what compute is given from now on.  The slot is busy until then.
 """
 
 from __future__ import annotations
@@ -26,9 +26,22 @@ class Device(Protocol):
         """True where HOST memory could not be made fit for copies that do not block."""
         ...
 
-    def fill(self, dst: torch.Tensor, hi: torch.Tensor, lo: torch.Tensor | None) -> Event | None:
+    @property
+    def beside_compute(self) -> bool:
+        """True where copies run beside what compute was given."""
+        ...
+
+    def mark(self) -> Event | None:
+        """A point behind all that compute was given so far; None: it has run."""
+        ...
+
+    def fill(
+        self, dst: torch.Tensor, hi: torch.Tensor, lo: torch.Tensor | None, *,
+        behind: Event | None = None,
+    ) -> Event | None:  # fmt: skip
         """Write weights into `dst` (n,) from bf16 `hi` (n,) and, for exact fp32, int16 `lo` (n,).
 
+        `behind`: when the memory of `dst` is nobody else's; None: behind what compute was given.
         HOST memory may be reused when the event has passed; None: when this returns.
         """
         ...
@@ -46,11 +59,18 @@ class CpuDevice:
     """DEVICE memory is ordinary memory: fills convert on `threads`, gradients are read in place."""
 
     staged = False
+    beside_compute = False
 
     def __init__(self, threads: kernels.Threads | None = None) -> None:
         self._threads = threads
 
-    def fill(self, dst: torch.Tensor, hi: torch.Tensor, lo: torch.Tensor | None) -> None:
+    def mark(self) -> None:
+        return None
+
+    def fill(
+        self, dst: torch.Tensor, hi: torch.Tensor, lo: torch.Tensor | None, *,
+        behind: Event | None = None,
+    ) -> None:  # fmt: skip
         if lo is None:
             kernels.convert(hi, dst, threads=self._threads)
         else:
@@ -66,14 +86,22 @@ class CpuDevice:
 class StreamDevice:
     """Copies on their own streams, ordered with compute by events."""
 
+    beside_compute = True
+
     def __init__(self, streams: Streams) -> None:
         self._streams = streams
         self.staged = False
 
-    def fill(self, dst: torch.Tensor, hi: torch.Tensor, lo: torch.Tensor | None) -> Event:
+    def mark(self) -> Event:
+        return self._streams.record(Lane.COMPUTE)
+
+    def fill(
+        self, dst: torch.Tensor, hi: torch.Tensor, lo: torch.Tensor | None, *,
+        behind: Event | None = None,
+    ) -> Event:  # fmt: skip
         streams = self._streams
         # The storage may be memory that kernels given earlier still use under its former name.
-        streams.wait(Lane.IN, streams.record(Lane.COMPUTE))
+        streams.wait(Lane.IN, behind if behind is not None else self.mark())
         streams.run(Lane.IN, lambda: _copy_in(dst, hi, lo))
         copied = streams.record(Lane.IN)
         # So compute reads whole weights, and whoever frees the storage frees it behind the copy.

@@ -140,9 +140,7 @@ class Fetcher:
         here = self._resident.weights(unit.index, unit.states.weights.fetched)
         if here is not None:
             self._source.wait(unit.index)
-            copied = self._convert(unit, here, bound.flat)
-            if copied is not None:
-                copied.wait()  # an update works on this memory
+            self._resident.reads(unit.index, self._convert(bound, here, bound.flat))
             return
         fetch = self._fetches.pop(unit.index, None)
         self._metrics.fetches[unit.name] += 1
@@ -152,7 +150,7 @@ class Fetcher:
             self._pump(fetch, keep=0, delay=0)
             while fetch.flying:
                 piece = fetch.flying.popleft()
-                self._finish(piece, bound.flat, unit)
+                self._finish(piece, bound)
                 self._pump(fetch, keep=0, delay=0)
                 if not fetch.flying and fetch.next is not None:
                     self._retire(wait=True)  # all slots are being copied from
@@ -170,6 +168,7 @@ class Fetcher:
 
     def discard(self) -> None:
         """Give up all prefetches: their weights are about to change.  Waits for copies."""
+        self._resident.settle()
         self._retire(wait=True)
         self._give_up(but=set())
 
@@ -205,26 +204,27 @@ class Fetcher:
             start += size * self._chunk_elems
 
     def _convert(
-        self, unit: Unit, regions: Iterable[Region], dst: torch.Tensor
+        self, bound: BoundUnit, regions: Iterable[Region], dst: torch.Tensor
     ) -> Event | None:  # fmt: skip
-        weights = unit.states.weights
+        weights = bound.unit.states.weights
         pieces = [
             region.tensor(dtype_of(weights, role), len(dst))
             for role, region in zip(weights.fetched, regions, strict=True)
         ]
         with self._metrics.busy("fill"):
-            return self._device.fill(dst, pieces[0], pieces[1] if weights.exact else None)
+            lo = pieces[1] if weights.exact else None
+            return self._device.fill(dst, pieces[0], lo, behind=bound.vacant)
 
-    def _finish(self, piece: _Piece, flat: torch.Tensor, unit: Unit) -> None:
+    def _finish(self, piece: _Piece, bound: BoundUnit) -> None:
         """Wait for one chunk and convert it; its slot is let go whatever happens."""
-        copied = None
+        copied, unit = None, bound.unit
         try:
             with self._metrics.stall("weights", unit.name):
                 for ticket in piece.tickets:
                     ticket.wait()
             regions = self._parts(unit, piece.slot, piece.chunk.num_elems)
-            dst = flat[piece.chunk.start : piece.chunk.stop]
-            copied = self._convert(unit, (region for _, region in regions), dst)
+            dst = bound.flat[piece.chunk.start : piece.chunk.stop]
+            copied = self._convert(bound, (region for _, region in regions), dst)
         finally:
             _settle(piece)
             lendable = bool(unit.states.weights.lent) and self.loans.open

@@ -11,15 +11,16 @@ what the next uses are; the bytes on the device never exceed what the budget lea
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from functools import partial
 
-from offload.errors import BudgetError
 from offload.metrics import Metrics
 from offload.runtime.binding import BoundUnit, Presence
 from offload.runtime.evicted import EvictedParameter
 from offload.runtime.fetch import Fetcher
 from offload.runtime.horizon import Horizon, Phase
 from offload.runtime.loans import Loans
+from offload.runtime.room import DeviceRoom
 
 
 class Residency:
@@ -27,7 +28,7 @@ class Residency:
 
     def __init__(
         self, bound: Sequence[BoundUnit], fetcher: Fetcher, guard: type[EvictedParameter], *,
-        horizon: Horizon, weight_bytes: int, metrics: Metrics,
+        horizon: Horizon, room: DeviceRoom, metrics: Metrics,
     ) -> None:  # fmt: skip
         self.bound = bound
         self.by_layers: bool | None = None  # the last forward for training; None: there was none
@@ -35,7 +36,7 @@ class Residency:
         self.before_phase: Callable[[Phase], None] = lambda phase: None  # nothing has moved yet
         self._fetcher = fetcher
         self._guard = guard
-        self._capacity = weight_bytes  # of the device budget, for weights of units
+        self._room = room
         self._metrics = metrics
         self.present: dict[int, BoundUnit] = {}  # by the identity of their storage
         self._uses = [0] * len(bound)
@@ -90,35 +91,43 @@ class Residency:
             self.look_ahead(self.phase)
 
     def _fill(self, bound: BoundUnit) -> None:
-        self._make_room(bound)
-        bound.begin_fill()
+        self._room.make(
+            bound.unit.index, self._recent, uses=self._uses, evict=partial(self.evict, ahead=False)
+        )
+        bound.begin_fill(self._room.mark)
         try:
             if not bound.fresh:
                 self._fetcher.fill(bound)
         except BaseException:
-            bound.evict(self._guard)
+            bound.evict(self._guard, self._room.mark)
             raise
         bound.end_fill()
         self.present[bound.storage_id] = bound
         self._recent.append(bound.unit.index)
 
-    def evict(self, index: int) -> None:
-        """Free a unit's storage, if nobody holds it; one that stays on the device is put aside."""
+    def evict(self, index: int, *, ahead: bool = True) -> None:
+        """Free a unit's storage, if nobody holds it; one that stays on the device is put aside.
+
+        `ahead`: its room may be taken for what is used next.
+        """
         bound = self.bound[index]
         if bound.presence is Presence.EVICTED or bound.holds:
             return
         self.present.pop(bound.storage_id, None)
-        bound.evict(self._guard)
+        bound.evict(self._guard, self._room.mark)
         self.loans.drop(index)
         self._metrics.evictions[bound.unit.name] += not bound.stays
         if index in self._recent:
             self._recent.remove(index)
+        if ahead and self.phase is not Phase.IDLE:
+            self._room.reserve(self._away(self.phase), self._recent)
 
     def evict_unused(self, *, but: Collection[int] = ()) -> None:
-        """Evict all units that no module is using now."""
+        """Evict all units that no module is using now, and give up what was made ahead."""
         for index in list(self._recent):
             if not self._uses[index] and index not in but:
                 self.evict(index)
+        self._room.give_up()
 
     def forget_uses(self) -> None:
         """After an exception left modules half-way: nobody uses anything."""
@@ -130,8 +139,11 @@ class Residency:
 
     def look_ahead(self, phase: Phase) -> None:
         """Prefetch what `phase` uses next."""
-        coming = self._horizon.ahead(phase, lambda index: self.bound[index].is_away)
-        self._fetcher.prefetch([self.bound[index].unit for index in coming])
+        self._fetcher.prefetch([self.bound[index].unit for index in self._away(phase)])
+        self._room.reserve(self._away(phase), self._recent)
+
+    def _away(self, phase: Phase) -> Iterator[int]:
+        return self._horizon.ahead(phase, lambda index: self.bound[index].is_away)
 
     def kept_for_backward(self) -> set[int]:
         """The unit with which forward ends and backward begins, and those used again soon."""
@@ -145,23 +157,3 @@ class Residency:
     def order(self, phase: Phase = Phase.FORWARD) -> list[int]:
         """Units by their next use in training."""
         return self._horizon[phase].order
-
-    def _make_room(self, bound: BoundUnit) -> None:
-        """Units that stay have room of their own."""
-        if bound.stays:
-            return
-        others = [index for index in self._recent if not self.bound[index].stays]
-        present = sum(self.bound[index].weight_bytes for index in others)
-        for index in others:
-            if present + bound.weight_bytes <= self._capacity:
-                return
-            if not self._uses[index] and not self.bound[index].holds:
-                present -= self.bound[index].weight_bytes
-                self.evict(index)
-        if present + bound.weight_bytes > self._capacity:
-            names = ", ".join(self.bound[i].unit.name for i in others if self._uses[i])
-            raise BudgetError(
-                f"device_memory is too small for unit {bound.unit.name!r}: expected"
-                f" {present + bound.weight_bytes:,} bytes for weights, of which {present:,} are"
-                f" in use by {names}, got {self._capacity:,}. Raise device_memory."
-            )

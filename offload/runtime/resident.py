@@ -21,6 +21,7 @@ import torch
 import aio
 from offload.memory.slab import Region
 from offload.partition.states import MOMENTS, Role
+from offload.runtime.streams import Event
 
 
 class Extent(Protocol):
@@ -64,6 +65,7 @@ class ResidentBuffers:
         self._source = source
         units = {unit for unit, _ in regions}
         self._holding = dict.fromkeys(units, Holding.STALE)
+        self._copied: dict[int, Event] = {}  # to the device, by unit
 
     def weights(self, unit: int, roles: Iterable[Role]) -> list[Region] | None:
         """The current weights of a unit, if all of `roles` are here; waits for nothing."""
@@ -83,6 +85,8 @@ class ResidentBuffers:
     def reload(self, units: Iterable[int], *, deadline: int = 0) -> dict[Role, int]:
         """Read what is stale of `units`, and wait; bytes by role."""
         stale = {unit for unit in units if self._holding.get(unit) is Holding.STALE}
+        for unit in stale:
+            self._settle(unit)
         moved: dict[Role, int] = {}
         tickets = []
         for (unit, role), region in self._regions.items():
@@ -103,6 +107,7 @@ class ResidentBuffers:
     def bet(self, unit: int) -> None:
         """From now on an undecided update changes the unit's buffers."""
         if unit in self._holding:
+            self._settle(unit)
             self._holding[unit] = Holding.AHEAD
 
     def keep(self, units: Iterable[int]) -> None:
@@ -121,6 +126,21 @@ class ResidentBuffers:
         for unit in units:
             if unit in self._holding:
                 self._holding[unit] = Holding.STALE
+
+    def reads(self, unit: int, copied: Event | None) -> None:
+        """A copy reads the unit's buffers until `copied`; None: it has ended."""
+        if copied is not None:
+            self._copied[unit] = copied
+
+    def settle(self) -> None:
+        """Wait until no copy reads a buffer."""
+        for unit in list(self._copied):
+            self._settle(unit)
+
+    def _settle(self, unit: int) -> None:
+        copied = self._copied.pop(unit, None)
+        if copied is not None:
+            copied.wait()
 
     def _is_current(self, unit: int) -> bool:
         return self._holding.get(unit) is Holding.CURRENT

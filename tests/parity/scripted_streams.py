@@ -12,10 +12,11 @@ from offload.runtime.streams import Lane
 
 
 class ScriptedEvent:
-    """Passed when its stream has come to it."""
+    """Passed when its stream has come to it; `at`: where it stands in the log."""
 
     def __init__(self, streams: ScriptedStreams, lane: Lane) -> None:
         self.lane = lane
+        self.at = len(streams.log)
         self.passed = False
         self._streams = streams
 
@@ -43,11 +44,15 @@ class ScriptedStreams:
         self._lazy = lazy
         self._owed: list[ScriptedEvent] = []  # what compute waits for
         self.log: list[str] = []
+        self.copies: list[tuple[int, int]] = []  # in: where given, behind which point of compute
+        self._behind = 0
         self.registered: list[int] = []
         self.most_waiting = 0
 
     def run(self, lane: Lane, work: Callable[[], None]) -> None:
         self.log.append(f"run {lane.value}")
+        if lane is Lane.IN:
+            self.copies.append((len(self.log) - 1, self._behind))
 
         def step() -> bool:
             with torch.no_grad():
@@ -57,8 +62,8 @@ class ScriptedStreams:
         self._give(lane, step)
 
     def record(self, lane: Lane) -> ScriptedEvent:
-        self.log.append(f"record {lane.value}")
         event = ScriptedEvent(self, lane)
+        self.log.append(f"record {lane.value}")
 
         def step() -> bool:
             event.passed = True
@@ -69,6 +74,8 @@ class ScriptedStreams:
 
     def wait(self, lane: Lane, event: ScriptedEvent) -> None:
         self.log.append(f"wait {lane.value} for {event.lane.value}")
+        if lane is Lane.IN and event.lane is Lane.COMPUTE:
+            self._behind = max(self._behind, event.at)
         if lane is self._ignore:
             return
         if lane is Lane.COMPUTE:

@@ -54,10 +54,10 @@ class DelayedCopies:
         self._random = random.Random(seed)
         self.num_fills = 0
 
-    def fill(self, dst, hi, lo):
+    def fill(self, dst, hi, lo, *, behind=None):
         self.num_fills += 1
         self._wait()
-        return self._device.fill(dst, hi, lo)
+        return self._device.fill(dst, hi, lo, behind=behind)
 
     def to_host(self, grads):
         self._wait()

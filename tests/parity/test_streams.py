@@ -4,12 +4,22 @@ from __future__ import annotations
 
 import pytest
 import torch
-from case import Case, assert_same, train_in_memory, train_offloaded
+from case import (
+    Case,
+    Trained,
+    assert_same,
+    collect_engine,
+    engine_step,
+    train_in_memory,
+    train_offloaded,
+)
 from scripted_streams import ScriptedStreams
 
 from offload.engine import connect
+from offload.runtime import binding
 from offload.runtime.binding import BoundUnit
 from offload.runtime.device import StreamDevice
+from offload.runtime.residency import Residency
 from offload.runtime.streams import CudaStreams, Lane
 
 NUM_ELEMS = 64
@@ -26,6 +36,16 @@ def test_a_fill_comes_behind_compute_and_compute_behind_the_fill() -> None:
     assert streams.log == [
         "record compute", "wait in for compute", "run in", "record in", "wait compute for in"
     ]  # fmt: skip
+
+
+def test_a_fill_waits_for_no_more_of_compute_than_its_storage_does() -> None:
+    streams = ScriptedStreams(0)
+    device = StreamDevice(streams)
+    left = device.mark()
+    streams.log.append("compute")
+    device.fill(torch.zeros(NUM_ELEMS), halves(0), None, behind=left)
+    assert streams.copies == [(streams.log.index("run in"), left.at)]
+    assert streams.log.count("record compute") == 1
 
 
 def test_gradients_leave_behind_what_made_them_and_are_waited_for_once() -> None:
@@ -80,6 +100,52 @@ def scripted(monkeypatch):
         return made
 
     return use
+
+
+def log_units(streams: ScriptedStreams, monkeypatch) -> None:
+    """Note in the log where compute turns to another unit, and where storages are made."""
+
+    def ensure(residency, index, *, again=False, real=Residency.ensure):
+        real(residency, index, again=again)
+        note = f"compute {residency.bound[index].unit.name}"
+        if note not in [entry for entry in streams.log if entry.startswith("compute")][-1:]:
+            streams.log.append(note)
+
+    def new_storage(*args, real=binding.new_storage):
+        streams.log.append("make")
+        return real(*args)
+
+    monkeypatch.setattr(Residency, "ensure", ensure)
+    monkeypatch.setattr(binding, "new_storage", new_storage)
+
+
+@pytest.mark.parametrize("place", ["disk", "host", "device"])
+@pytest.mark.parametrize("overlap", ["hold", "speculate"])
+def test_the_copy_of_a_unit_runs_beside_the_unit_before(
+    overlap, place, scripted, tmp_path, monkeypatch
+) -> None:
+    """It waits for no more of compute than what had its memory before."""
+    case = Case(num_steps=4)
+    made = scripted(seed=1, lazy=True)
+    settings = {"placement": {"weights": place, "state": "disk"}, "overlap": overlap}
+    with case.engine(tmp_path, host_memory="4MB", **settings) as engine:
+        streams, trained = made[-1], Trained()
+        engine_step(engine, case, 0, trained)
+        log_units(streams, monkeypatch)
+        engine_step(engine, case, 1, trained)
+        log, begin, given = streams.log, len(streams.log), len(streams.copies)
+        engine_step(engine, case, 2, trained)
+        engine_step(engine, case, 3, trained)
+        assert_same(collect_engine(engine, trained), train_in_memory(case))
+    beside = waiting = 0
+    for at, behind in streams.copies[given:]:
+        before = [i for i in range(begin, at) if log[i].startswith("compute")]
+        made_at = [i for i in range(at) if log[i] == "make"][-2:]  # the next one's may be there
+        assert place == "device" or behind > made_at[0]
+        if len(before) > 1:
+            beside += behind < before[-1]
+            waiting += behind > before[-1]
+    assert beside > 3 * waiting
 
 
 @pytest.mark.parametrize("place", ["disk", "host", "device", "auto"])
