@@ -2,9 +2,10 @@
 
     backward reaches u    begin(u)     its job is submitted: state is read ahead, the kernel waits
     u's gradients kept    release(u)   kernel with factor 1, write to the other side
-    step(): factor is 1, rows and gradients are what was assumed   -> keep
-            anything else                                  -> the job is dropped; step() updates
-                                                              u from the committed side
+    step(): settle(): rows and gradients are what was assumed -> the bet stands
+                      anything else                   -> the job is dropped; step() updates u from
+                                                         the committed side
+            keep():   what stands is part of the step
 
 The committed side is read and never written, so going back is exact and costs only the bytes.
 """
@@ -12,7 +13,7 @@ The committed side is read and never written, so going back is exact and costs o
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -128,18 +129,15 @@ class Speculator:
             self.history.voided += self._units[unit].trainable_elems
             self._drop(unit)
 
-    def settle(self, rows: Rows | None, *, clipped: bool) -> dict[int, Made]:
-        """Return the bets that hold under the true `rows` (None: no step) and drop the others."""
+    def settle(self, rows: Rows | None, *, clipped: bool) -> None:
+        """Drop the bets that do not hold under the true `rows` (None: no step)."""
         self._loans.open = False
         self._release_settled()  # step() has waited for spilled gradients
-        kept: dict[int, Made] = {}
         staked = lost = self.history.take_voided()
         for unit, bet in list(self._bets.items()):
             true = rows.of(self._units[unit]) if rows is not None else {}
             staked += self._units[unit].trainable_elems
-            if bet.rows == true and bet.takes == self._keeper[unit].takes:
-                kept[unit] = Made(self._bets.pop(unit).job, 0)
-            else:
+            if bet.rows != true or bet.takes != self._keeper[unit].takes:
                 lost += self._units[unit].trainable_elems
                 self._drop(unit)
             if rows is not None and bet.rows.keys() != true.keys():
@@ -147,6 +145,16 @@ class Speculator:
         if rows is not None:
             self.history.add(staked, lost, clipped=clipped)
         self._now = None
+
+    @property
+    def standing(self) -> Collection[int]:
+        """The units whose updates need not be made again, after `settle`."""
+        return self._bets.keys()
+
+    def keep(self) -> dict[int, Made]:
+        """Hand the bets that stand to the step: from now on memory holds its generation."""
+        kept = {unit: Made(bet.job, 0) for unit, bet in self._bets.items()}
+        self._bets.clear()
         self._builder.resident.keep(kept)
         return kept
 

@@ -106,10 +106,9 @@ class Stepper:
             return Outcome(norm, not finite)
         factor = min(1.0, self.max_norm / (norm + 1e-6)) if self.max_norm else 1.0
         rows = self._rows(with_grad, factor / self._scale.value)
-        made = speculator.settle(rows, clipped=factor != 1.0)
-        self._scale.update(overflow=False)  # before the state is captured
+        speculator.settle(rows, clipped=factor != 1.0)
         with uninterrupted():
-            self._submit(rows, made, order, capture)
+            made = self._submit(rows, speculator, order, capture)
             self._clear()
             submitted(made)
         return Outcome(norm, False)
@@ -138,12 +137,13 @@ class Stepper:
         return norm / self._scale.value, not any(table.nonfinite(index) for index in indices)
 
     def _submit(
-        self, rows: Rows, made: dict[int, Made], order: Sequence[int],
+        self, rows: Rows, speculator: Speculator, order: Sequence[int],
         capture: Callable[[], dict[str, Any]],
-    ) -> None:  # fmt: skip
-        """Give the pipeline what is not in `made`, and the ledger everything; adds to `made`."""
+    ) -> Collection[int]:  # fmt: skip
+        """Give the pipeline what was not made ahead, and the ledger everything; tell the units."""
         if not rows.row_of:
-            return
+            self._scale.update(overflow=False)
+            return ()
         position = {unit: place for place, unit in enumerate(order)}
         if self._persistent is not None:
             position[self._persistent.index] = -1  # waited for at once
@@ -156,10 +156,16 @@ class Stepper:
             for unit in self._units
             if any(slot.tensor.name in rows.row_of for slot in unit.slots if slot.tensor.trainable)
         ]
-        held = sorted((unit for unit in updated if unit.index not in made), key=urgency)
+        made: dict[int, Made] = {}
+        held = [unit for unit in updated if unit.index not in speculator.standing]
         if held:
+            held.sort(key=urgency)
             job = self._builder.submit(held, rows, urgency=urgency, released=True)
-            made.update({unit.index: Made(job, number) for number, unit in enumerate(held)})
+            made = {unit.index: Made(job, number) for number, unit in enumerate(held)}
+        self._scale.update(overflow=False)  # before the state is captured
         self._counts.advance(rows.row_of)
         sides = {unit.name: self._ledger.next_side(unit.index) for unit in updated}
-        self._ledger.submit(Pending(made, sides, self._ledger.generation + 1, capture()))
+        state = capture()
+        made.update(speculator.keep())
+        self._ledger.submit(Pending(made, sides, self._ledger.generation + 1, state))
+        return made

@@ -1,4 +1,4 @@
-"""Ctrl-C at the two places of a step where half of what belongs together could be left."""
+"""Ctrl-C at the places of a step where half of what belongs together could be left."""
 
 from __future__ import annotations
 
@@ -67,5 +67,61 @@ def test_an_update_made_ahead_is_dropped_whole(place, tmp_path, monkeypatch):
                     engine.optimizer.zero_grad()
                 assert bet.job.closed
                 engine.optimizer.zero_grad()
+            engine_step(engine, CASE, step, Trained())
+        assert_as_in_memory(engine)
+
+
+@pytest.mark.parametrize("goes_on", ["again", "anew"])
+@pytest.mark.parametrize("place", ["disk", "host"])
+def test_a_step_that_was_decided_and_not_submitted_can_be_taken_again(
+    place, goes_on, tmp_path, monkeypatch
+):
+    settings = {**ROOM, "placement": place, "overlap": "speculate"}
+    with CASE.engine(tmp_path, **settings) as engine:
+        speculator = engine._parts.speculator
+        settle = speculator.settle
+
+        def interrupted(rows, *, clipped: bool) -> None:
+            settle(rows, clipped=clipped)
+            signal.raise_signal(signal.SIGINT)
+
+        for step in range(CASE.num_steps):
+            if step == 2:
+                engine.backward(engine(*CASE.batches(step)[0]))
+                with monkeypatch.context() as patch:
+                    patch.setattr(speculator, "settle", interrupted)
+                    with pytest.raises(KeyboardInterrupt):
+                        engine.step()
+                assert engine.global_step == 2
+                assert engine._parts.ground.ledger.generation == 2
+                if goes_on == "again":
+                    engine.step()
+                    assert speculator.history.kept_elems > 0
+                    continue
+                engine.optimizer.zero_grad()
+            engine_step(engine, CASE, step, Trained())
+        assert_as_in_memory(engine)
+
+
+@pytest.mark.parametrize("place", ["disk", "host"])
+def test_a_step_that_cannot_be_submitted_leaves_what_was_made_ahead(place, tmp_path, monkeypatch):
+    settings = {**ROOM, "placement": place, "overlap": "speculate", "gradient_clipping": 0.0}
+    with CASE.engine(tmp_path, **settings) as engine:
+        parts = engine._parts
+
+        def refuse(*args: object, **kwargs: object) -> None:
+            raise OSError("no room")
+
+        for step in range(CASE.num_steps):
+            if step == 2:
+                engine.backward(engine(*CASE.batches(step)[0]))
+                next(iter(parts.speculator._bets.values())).rows.clear()  # one is made again
+                with monkeypatch.context() as patch:
+                    patch.setattr(parts.stepper._builder, "submit", refuse)
+                    with pytest.raises(OSError, match="no room"):
+                        engine.step()
+                assert parts.ground.ledger.generation == 2
+                engine.step()
+                continue
             engine_step(engine, CASE, step, Trained())
         assert_as_in_memory(engine)
