@@ -19,7 +19,7 @@ from offload.engine.assembly import Blueprint, HostMemory, divide, kernel_thread
 from offload.engine.drives import open_queue
 from offload.engine.editor import Editor
 from offload.engine.ledger import Ledger
-from offload.engine.loading import read_committed, write_initial
+from offload.engine.loading import read_committed, read_persistent, write_initial
 from offload.engine.measuring import begin_metrics
 from offload.engine.reader import Reader, current, snapshot
 from offload.engine.speculate import Assumption, Speculator
@@ -224,10 +224,12 @@ def _build(ground: Ground, captures: Captures) -> Parts:
         capture=captures.state, stop_updates=speculator.discard, catch_up=lambda: catch_up(ground),
     )  # fmt: skip
     names = {id(parameter): name for name, parameter in blueprint.found.parameters.items()}
-    return Parts(
+    parts = Parts(
         ground, keeper, lent, residency, guard, hooks, stepper, speculator, counts, scale, reader,
         editor, names,
     )  # fmt: skip
+    ground.ledger.lost = lambda units: _lose(parts, units)
+    return parts
 
 
 def _engine_called(ground: Ground, guard: ParameterGuard) -> None:
@@ -245,6 +247,16 @@ def outdate(parts: Parts, units: Collection[int]) -> None:
             small.outdate()
         else:
             parts.residency.bound[unit].outdate()
+
+
+def _lose(parts: Parts, units: Collection[int]) -> None:
+    """An update of `units` is lost: what memory has of it gives way to the generation before."""
+    ground, small = parts.ground, parts.ground.persistent
+    parts.residency.discard_prefetches()
+    outdate(parts, units)
+    ground.resident.rewritten(units)
+    if small is not None and small.unit.index in units:
+        small.lose(lambda: read_persistent(ground.ledger, ground.queue, small))
 
 
 def catch_up(ground: Ground) -> None:
@@ -305,7 +317,7 @@ def _load(ground: Ground, places: Mapping[str, FilePlace]) -> None:
     blueprint, small = ground.blueprint, ground.persistent
     units = blueprint.found.units
     if ground.resumed:
-        read_committed(ground.ledger, ground.queue, units, small)
+        read_committed(ground.ledger, ground.queue, small)
     else:
         _check_values(blueprint.found.parameters, places)
         chunk_elems = blueprint.placement.chunk_elems

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
@@ -27,7 +27,7 @@ from offload.metrics import Metrics
 from offload.optim.jobs import Job
 from offload.partition.unit import Role, Unit
 from offload.store.files import Extent
-from offload.store.format import Record
+from offload.store.format import Record, UnitFlag
 from offload.store.store import Store
 
 _LOG = logging.getLogger(__name__)
@@ -81,7 +81,7 @@ class Ledger:
         self._pending: Pending | None = None
         self.zero_moments: set[int] = set(units)  # units whose moments were never written
         self.sides = dict.fromkeys(units, 0)
-        self.first_checksums: Mapping[str, int] = {}  # of the initial weights
+        self.lost: Callable[[Collection[int]], None] = lambda units: None  # of memory: see abandon
         self._late_moves: bool | None = None  # False: schedulers do not step after every step
         self._clock = 0
 
@@ -211,7 +211,10 @@ class Ledger:
                 job.close()
 
     def abandon(self) -> None:
-        """Cancel the pending update, unless its commit has begun: wait for that."""
+        """Cancel the pending update, unless its commit has begun: wait for that.
+
+        Readers go back to what is committed; `lost(units)` tells memory that it holds the step.
+        """
         pending = self._pending
         if pending is not None:
             if pending.commit is not None:
@@ -220,6 +223,19 @@ class Ledger:
                 job.close()
             self._pending = None
             self.write_back.give_up()
+            if self.store.manifest.num_sides > 1:
+                follow(self, _committed(self.store), pending.made)
+                self.lost(pending.made.keys())
+
+
+def follow(ledger: Ledger, record: Record, units: Iterable[int]) -> None:
+    """Take sides and flags of `units` from a committed generation."""
+    for unit in units:
+        name = ledger.units[unit].name
+        ledger.sides[unit] = record.sides[name]
+        ledger.zero_moments.discard(unit)
+        if record.flags[name] & UnitFlag.MOMENTS_ZERO:
+            ledger.zero_moments.add(unit)
 
 
 def _end_unscheduled(ledger: Ledger, pending: Pending) -> None:

@@ -5,14 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import aio
-from offload.engine.ledger import Ledger
+from offload.engine.ledger import Ledger, follow
 from offload.memory.slab import Region, Slots
 from offload.partition.unit import Unit
 from offload.runtime.initial import InitialWriter
 from offload.runtime.persistent import PersistentState
 from offload.runtime.source import InitialValues
 from offload.store import checksum
-from offload.store.format import UnitFlag
 
 
 def write_initial(
@@ -41,20 +40,16 @@ def write_initial(
             _transfer(ledger, queue.write, persistent, side, moments=False)
         name = persistent.unit.name
         digests[name] = ledger.sealer.seal_written(name, 0, moments=False)
-    ledger.first_checksums = digests
+    ledger.sealer.first = digests
 
 
 def read_committed(
-    ledger: Ledger, queue: aio.Queue, units: tuple[Unit, ...], persistent: PersistentState | None
-) -> None:
+    ledger: Ledger, queue: aio.Queue, persistent: PersistentState | None
+) -> None:  # fmt: skip
     """Take the committed generation: sides and flags of all units, state of the small tensors."""
     record = ledger.store.committed
     assert record is not None
-    everything = [*units, *([persistent.unit] if persistent else [])]
-    ledger.sides.update({unit.index: record.sides[unit.name] for unit in everything})
-    ledger.zero_moments = {
-        unit.index for unit in everything if record.flags[unit.name] & UnitFlag.MOMENTS_ZERO
-    }
+    follow(ledger, record, ledger.units)
     if persistent is not None:
         persistent.initialise()
         read_persistent(ledger, queue, persistent)

@@ -17,7 +17,7 @@ def commit_first(ledger: Ledger, payload: bytes) -> None:
     sides = {unit.name: 0 for unit in ledger.units.values()}
     ledger.store.begin()
     ledger.store.commit(
-        sides=sides, generation=0, payload=payload, checksums=ledger.first_checksums,
+        sides=sides, generation=0, payload=payload, checksums=ledger.sealer.first,
         flags=dict.fromkeys(sides, UnitFlag.MOMENTS_ZERO),
     )  # fmt: skip
 

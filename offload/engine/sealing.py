@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import mmap
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -30,6 +30,7 @@ class Sealer:
     def __init__(self, store: Store) -> None:
         self._store = store
         self._tails: dict[tuple[str, Role], Tail] = {}
+        self.first: Mapping[str, int] = {}  # digests of the initial weights
 
     def seal_update(self, unit: Unit, side: int, job: Job, number: int) -> int:
         """Seal what unit `number` of an ended job wrote to `side`; return the digest."""

@@ -38,6 +38,7 @@ class PersistentState:
         self.bound = bound
         self.unit: Unit = bound.unit
         self._outdated = False  # the device has the weights of an earlier generation
+        self._read_again: Callable[[], None] | None = None  # what memory holds is void
         self._weights = bound.unit.states.weights
         self._regions: dict[Role, Region] = {}
         start = 0
@@ -57,11 +58,28 @@ class PersistentState:
 
     def tensor(self, role: Role) -> torch.Tensor:
         """The flat buffer of the weights or masters; shares memory."""
+        self._recover()
         return self._regions[role].tensor(dtype_of(self._weights, role), self.unit.num_elems)
 
     def data(self, role: Role) -> torch.Tensor:
         """The bytes of a role that the store has too; shares memory."""
+        self._recover()
         return self._regions[role].tensor(torch.uint8, self.unit.role_bytes(role))
+
+    def lose(self, read_again: Callable[[], None]) -> None:
+        """Memory holds a step that is lost: `read_again()` mends that before its next use."""
+        self._read_again = read_again
+        self._outdated = True
+
+    def _recover(self) -> None:
+        read_again, self._read_again = self._read_again, None
+        if read_again is None:
+            return
+        try:
+            read_again()
+        except BaseException:
+            self._read_again = read_again
+            raise
 
     def forget_moments(self) -> None:
         """Make every state zero."""
