@@ -78,17 +78,23 @@ def _by_layers(
     engine: OffloadEngine, batches: Sequence[Any], loss_of: LossOf, seeds: Sequence[int]
 ) -> list[torch.Tensor]:
     hooks, metrics = engine._parts.hooks, engine._parts.ground.metrics
-    calls = [partial(loss_of, engine.module, batch) for batch in batches]
+    losses: dict[int, torch.Tensor] = {}
+
+    def call(index: int) -> torch.Tensor:
+        losses[index] = loss_of(engine.module, batches[index])
+        return engine.scale(losses[index] / len(batches))
+
     try:
         with metrics.phase("forward"):
-            losses = hooks.forward_by_layers(engine.module, calls, seeds)
+            calls = [partial(call, index) for index in range(len(batches))]
+            scaled = hooks.forward_by_layers(engine.module, calls, seeds)
         hooks.last_micro_step = True
         with metrics.phase("backward"):
-            torch.autograd.backward([engine.scale(loss / len(losses)) for loss in losses])
+            torch.autograd.backward(scaled)
     except BaseException:
         hooks.abort()
         raise
     finally:
         hooks.last_micro_step = False
-    engine._micro_steps = len(losses)
-    return losses
+    engine._micro_steps = len(batches)
+    return [losses[index] for index in range(len(batches))]

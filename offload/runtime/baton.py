@@ -2,7 +2,9 @@
 
     0 .. pass -> 1 .. pass -> ... -> k-1 .. pass -> 0 ..        those that have ended are left out
 
-Torch's random numbers travel with the baton: each thread has a stream of its own.
+Torch's random numbers travel with the baton: each thread has a stream of its own.  Autograd's
+sequence numbers do not: backward runs the node with the greatest first, whatever its thread, so
+where all have come to the same place they go on from the same number.
 """
 
 from __future__ import annotations
@@ -26,6 +28,8 @@ class Baton:
         self._turn = 0
         self._stopped = False
         self._states = [_seeded(seed) for seed in seeds]
+        self._counts = [0] * len(seeds)  # sequence numbers where each passed it on
+        self._start = 0  # the greatest of them
 
     @property
     def leader(self) -> int:
@@ -43,9 +47,13 @@ class Baton:
     def pass_on(self, index: int) -> None:
         """Let the next one run, and come back when it is this thread's turn again."""
         self._states[index] = torch.get_rng_state()
+        self._counts[index] = torch._C._autograd._get_sequence_nr()
         with self._changed:
             self._give_to(self._alive[(self._alive.index(index) + 1) % len(self._alive)])
         self.take(index)
+        if index == self.leader:  # the others are here too, and wait
+            self._start = max(self._counts)
+        _count_on(self._start)
 
     def leave(self, index: int) -> None:
         """End thread `index`'s part."""
@@ -64,6 +72,14 @@ class Baton:
     def _give_to(self, index: int) -> None:
         self._turn = index
         self._changed.notify_all()
+
+
+def _count_on(start: int) -> None:
+    """Bring this thread's sequence number up to `start`, with nodes that nobody keeps."""
+    with torch.enable_grad():
+        empty = torch.empty(0, device="cpu", requires_grad=True)
+        while torch._C._autograd._get_sequence_nr() < start:
+            empty.view_as(empty)
 
 
 def _seeded(seed: int) -> torch.Tensor:

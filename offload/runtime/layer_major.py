@@ -5,9 +5,9 @@
 
 Each micro-batch's forward runs in a thread of its own; a baton passes where a module that needs a
 unit begins.  One backward of all losses runs layer-major by itself, since autograd orders nodes by
-sequence numbers, which count per thread.  Each micro-batch has leaves of its own over the same
-storage, so that its gradients leave separately, and are added in the order of the micro-batches:
-the same bits as one after another.  All graphs are alive at once; checkpoint the units.
+sequence numbers, which count per thread and meet with the baton.  Each micro-batch has leaves of
+its own over the same storage, so that its gradients leave separately, and are added in the order of
+the micro-batches: the same bits as one after another.  All graphs are alive; checkpoint the units.
 """
 
 from __future__ import annotations
@@ -105,7 +105,8 @@ class LayerMajor:
     ) -> list[torch.Tensor]:
         """Run the micro-batches' forwards together; raises the first error.
 
-        `saving()`: the saved-tensor hooks of one thread.
+        `saving()`: the saved-tensor hooks of one thread.  A call does to its loss all that is done
+        before backward: nodes of another thread would put one micro-batch behind the other.
         """
         losses: list[Any] = [None for _ in calls]
         errors: list[BaseException] = []
