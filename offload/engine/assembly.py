@@ -36,6 +36,7 @@ from offload.schedule.device import (
     check_device,
     choose_kept,
     device_least_bytes,
+    leaving_bytes,
     other_bytes,
     weight_bytes,
 )
@@ -83,17 +84,31 @@ class Blueprint:
 
         `max_live_parameters` bounds it, but for the largest unit and one prefetch.
         """
-        found, placement = self.found, self.placement
-        kept = [unit for unit in found.units if unit.index in placement.kept]
-        alive = alive_steps(self.config)
-        taken = other_bytes(found.units, found.persistent, self.formats, alive=alive)
-        taken += weight_bytes(kept, self.formats) + placement.on_device_bytes
-        room = self.device_memory - taken
+        found, room = self.found, self._room - self.leaving_bytes
         if self.config.max_live_parameters is None:
             return room
         whole = max((weight_bytes([unit], self.formats) for unit in found.units), default=0)
         live = self.config.max_live_parameters * self.compute_dtype.itemsize
         return min(room, max(live, 2 * whole))
+
+    @property
+    def leaving_bytes(self) -> int:
+        """Bytes of the device budget for gradients that are being copied out."""
+        most = leaving_bytes(
+            self.device_memory, self.found.units, self.found.persistent, self.formats,
+            alive=alive_steps(self.config),
+        )  # fmt: skip
+        return max(min(most, self._room), 0)
+
+    @property
+    def _room(self) -> int:
+        """What the device budget leaves beside weights that stay, and gradients of one unit."""
+        found, placement = self.found, self.placement
+        kept = [unit for unit in found.units if unit.index in placement.kept]
+        alive = alive_steps(self.config)
+        taken = other_bytes(found.units, found.persistent, self.formats, alive=alive)
+        taken += weight_bytes(kept, self.formats) + placement.on_device_bytes
+        return self.device_memory - taken
 
 
 def plan(model: nn.Module, config: EngineConfig, rule: Rule) -> Blueprint:
@@ -113,6 +128,7 @@ def plan(model: nn.Module, config: EngineConfig, rule: Rule) -> Blueprint:
     formats = Formats(
         weight=max((u.states.weights.fetched_bytes for u in found.units), default=2),
         compute=compute.itemsize, grad=4 if several else config.dtype.itemsize, states=states,
+        landing=_landing(device, found.units, compute),
     )  # fmt: skip
     device_memory = config.device_memory or _free_device(device, found, formats, config)
     host = config.host_memory or default_host_memory()
@@ -162,14 +178,28 @@ def place_on_device(
     wanted = config.placement
     if wanted.weights == "auto" and config.max_live_parameters is not None:
         wanted = replace(wanted, weights="disk")  # a bound on what is gathered
-    kept = choose_kept(
-        found.units, device_memory, formats, wanted=wanted,
-        taken=other_bytes(found.units, found.persistent, formats, alive=alive) + num_bytes,
-    )  # fmt: skip
+    taken = other_bytes(found.units, found.persistent, formats, alive=alive) + num_bytes
+    if wanted.weights != "device":
+        taken += leaving_bytes(
+            device_memory, found.units, found.persistent, formats, alive=alive
+        )  # fmt: skip
+    kept = choose_kept(found.units, device_memory, formats, wanted=wanted, taken=taken)
     left: frozenset[tuple[int, Role]] = frozenset()
     if config.durability == "none" and not config.read_only:
         left = unwritten(found.units, found.persistent, [*placement.resident, *state])
     return replace(placement, kept=kept, on_device=tuple(state), unwritten=left)
+
+
+def has_own_memory(device: torch.device) -> bool:
+    """True where weights are copied to the device, and gradients from it."""
+    return device.type != "cpu"
+
+
+def _landing(device: torch.device, units: Sequence[Unit], compute: torch.dtype) -> int:
+    """Bytes of the widest gradient that is copied from the device."""
+    if not has_own_memory(device):
+        return 0
+    return max((4 if u.states.weights.exact else compute.itemsize for u in units), default=4)
 
 
 def alive_steps(config: EngineConfig) -> int:
@@ -365,6 +395,7 @@ class HostMemory:
 
     slab: Slab
     fetch: Slots
+    landing: Slots
     update: Region
     spill: Slots
     persistent: Region
@@ -388,8 +419,10 @@ def divide(blueprint: Blueprint) -> HostMemory:
     fetch = slab.region(p.fetch_slots * p.fetch_slot_bytes)
     update = slab.region(p.update_slots * p.update_slot_bytes)
     spill = slab.region(p.spill_slots * p.spill_slot_bytes)
+    landing = slab.region(p.landing_slots * p.landing_slot_bytes)
     return HostMemory(
-        slab, Slots(fetch, p.fetch_slots, p.fetch_slot_bytes), update,
+        slab, Slots(fetch, p.fetch_slots, p.fetch_slot_bytes),
+        Slots(landing, p.landing_slots, p.landing_slot_bytes), update,
         Slots(spill, p.spill_slots, p.spill_slot_bytes), persistent, held, resident,
     )  # fmt: skip
 

@@ -40,7 +40,7 @@ from offload.optim.torch_pipeline import TorchPipeline
 from offload.optim.torch_rule import TorchRule
 from offload.partition.unit import Role, Unit
 from offload.runtime.binding import BoundUnit
-from offload.runtime.device import Device, make_device
+from offload.runtime.device import Device, StreamDevice, make_device
 from offload.runtime.evicted import guard_class
 from offload.runtime.fetch import Fetcher
 from offload.runtime.gradients import GradientKeeper, KeptUnit
@@ -48,6 +48,7 @@ from offload.runtime.guard import ParameterGuard
 from offload.runtime.hooks import Hooks
 from offload.runtime.horizon import Horizon
 from offload.runtime.idle import IdleGradients
+from offload.runtime.landing import InPlace, Landed, Landing
 from offload.runtime.lent import LentGradients
 from offload.runtime.persistent import PersistentState
 from offload.runtime.residency import Residency
@@ -394,8 +395,19 @@ def _keeper(ground: Ground) -> GradientKeeper:
         deadline=ground.ledger.deadline, metrics=ground.metrics,
     )  # fmt: skip
     return GradientKeeper(
-        kept, device=ground.device, spiller=spiller,
+        kept, landing=_landing(ground), spiller=spiller,
         wait=ground.ledger.wait, scratch=ground.store.scratch,
+    )  # fmt: skip
+
+
+def _landing(ground: Ground) -> Landing:
+    blueprint, device = ground.blueprint, ground.device
+    chunk_elems = blueprint.placement.chunk_elems
+    if not isinstance(device, StreamDevice):
+        return InPlace(chunk_elems=chunk_elems)
+    return Landed(
+        device, ground.memory.landing, chunk_elems=chunk_elems,
+        room_bytes=blueprint.leaving_bytes, metrics=ground.metrics,
     )  # fmt: skip
 
 

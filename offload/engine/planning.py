@@ -35,7 +35,7 @@ def layout_of(blueprint: Blueprint) -> Layout:
     found = blueprint.found
     return Layout(
         found.units, found.persistent, blueprint.placement, blueprint.formats,
-        blueprint.weight_capacity,
+        blueprint.weight_capacity, blueprint.leaving_bytes,
     )  # fmt: skip
 
 

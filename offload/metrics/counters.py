@@ -10,7 +10,8 @@ Hooks and step() count, one at a time; reading is free at any time.  `last` and 
 
     step, total_s, skipped           number, wall time since the previous step, steps skipped in it
     seconds                          by phase: forward, backward, step, eval, outside (the script)
-    stalls                           seconds by "phase.cause": weights, update, commit, spill
+    stalls                           seconds by "phase.cause": weights, update, commit, spill,
+                                     gradients (beside a GPU)
     busy                             seconds: disk_read, disk_write, update, checksum, fill, cpu
     disk                             bytes through the queue: read, written
     read_bytes, write_bytes          by "phase.role"; read_total, write_total: their sums;

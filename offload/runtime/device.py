@@ -1,10 +1,11 @@
 """The device behind one small interface, so that a machine without a GPU runs the same code.
 
     fill   host slot (16-bit halves) --convert--> slice of a unit's flat storage
-    take   gradients on the device   -----------> host tensors
+    copy_out   gradients on the device   -------> host slots
 
 On a GPU a fill runs on a stream of its own: behind the point at which compute had left the
 storage's memory, and in front of what compute is given from now on.  The slot is busy until then.
+Gradients leave on another one, behind what made them (landing.py).
 """
 
 from __future__ import annotations
@@ -46,17 +47,13 @@ class Device(Protocol):
         """
         ...
 
-    def to_host(self, grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Contiguous (n,) HOST views or copies of gradients, readable when this returns."""
-        ...
-
     def register(self, address: int, num_bytes: int) -> Callable[[], None]:
-        """HOST memory that fills read from; call the result before it is freed."""
+        """HOST memory that copies read and write; call the result before it is freed."""
         ...
 
 
 class CpuDevice:
-    """DEVICE memory is ordinary memory: fills convert on `threads`, gradients are read in place."""
+    """DEVICE memory is ordinary memory: fills convert on `threads`."""
 
     staged = False
     beside_compute = False
@@ -75,9 +72,6 @@ class CpuDevice:
             kernels.convert(hi, dst, threads=self._threads)
         else:
             kernels.join(hi, lo, dst, threads=self._threads)
-
-    def to_host(self, grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        return [grad.detach().contiguous().view(-1) for grad in grads]
 
     def register(self, address: int, num_bytes: int) -> Callable[[], None]:
         return lambda: None
@@ -108,17 +102,18 @@ class StreamDevice:
         streams.wait(Lane.COMPUTE, copied)
         return copied
 
-    def to_host(self, grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def copy_out(
+        self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], *, behind: Event
+    ) -> Event:  # fmt: skip
+        """Copy (n,) of DEVICE into (n,) HOST of the same type, for each pair (HOST, DEVICE).
+
+        `behind`: when compute has made them.  Both sides stay as they are until the event has
+        passed: it is the caller who keeps their memory alive.
+        """
         streams = self._streams
-        landed = [streams.landing(grad.numel(), grad.dtype) for grad in grads]
-        # Called in the hook that saw the last gradient: they are made by its stream's work so far.
-        streams.wait(Lane.OUT, streams.record(Lane.COMPUTE))
-        for grad, host in zip(grads, landed, strict=True):
-            flat = grad.detach().reshape(-1)
-            streams.run(Lane.OUT, lambda host=host, flat=flat: _copy_out(host, flat))  # type: ignore[misc]
-        # Until then nobody frees the gradients, so their memory needs no note of this stream.
-        streams.record(Lane.OUT).wait()
-        return landed
+        streams.wait(Lane.OUT, behind)
+        streams.run(Lane.OUT, lambda: _copy_out(pairs))
+        return streams.record(Lane.OUT)
 
     def register(self, address: int, num_bytes: int) -> Callable[[], None]:
         done = self._streams.register(address, num_bytes)
@@ -138,8 +133,9 @@ def _copy_in(dst: torch.Tensor, hi: torch.Tensor, lo: torch.Tensor | None) -> No
     dst.copy_(bits.view(torch.float32))
 
 
-def _copy_out(host: torch.Tensor, flat: torch.Tensor) -> None:
-    host.copy_(flat, non_blocking=True)
+def _copy_out(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    for host, flat in pairs:
+        host.copy_(flat, non_blocking=True)
 
 
 def make_device(device: torch.device, threads: kernels.Threads | None) -> Device:

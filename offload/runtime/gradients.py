@@ -1,7 +1,7 @@
 """Gradients leave the device when their unit is complete, and are kept until the step is validated.
 
     p.grad (compute_dtype, DEVICE)  --round to dtype-->  kept: as it is, or the sum of micro-steps
-                                                   in HOST memory, or spilled chunk by chunk
+              (landing.py)                         in HOST memory, or spilled chunk by chunk
 
 A unit's kept gradients lie at the same offsets as its state, so the update reads them as one more
 role.  The norm of each tensor is accumulated over what is kept, in the pass that keeps it
@@ -11,9 +11,8 @@ role.  The norm of each tensor is accumulated over what is kept, in the pass tha
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 
 import torch
 
@@ -21,11 +20,11 @@ import aio
 from offload import kernels
 from offload.errors import StateError
 from offload.memory.slab import Region
-from offload.partition.chunk import Chunk, Segment, chunks_of, segments_of
+from offload.partition.chunk import Chunk, chunks_of, segments_of
 from offload.partition.unit import STORE_ALIGN_BYTES, Slot, Unit, round_up
 from offload.runtime.binding import BoundUnit
-from offload.runtime.device import Device
 from offload.runtime.evicted import gradient_of, set_gradient
+from offload.runtime.landing import Landing, keep_here
 from offload.runtime.spill import Spiller, SpillFile
 
 _LOG = logging.getLogger(__name__)
@@ -55,14 +54,14 @@ class GradientKeeper:
     """Owns all kept gradients.  Called from backward hooks, one at a time, and from step()."""
 
     def __init__(
-        self, kept: Sequence[KeptUnit], *, device: Device,
+        self, kept: Sequence[KeptUnit], *, landing: Landing,
         spiller: Spiller, wait: Callable[[int], None], scratch: Callable[[str, int], aio.File],
     ) -> None:  # fmt: skip
         """`wait(unit)` returns when the last update no longer reads the unit's kept gradients.
         `scratch(name, num_bytes)` reserves a file for gradients.
         """
         self._kept = {unit.unit.index: unit for unit in kept}
-        self._device = device
+        self._landing = landing
         self._spiller = spiller
         self._wait = wait
         self._scratch = scratch
@@ -71,10 +70,19 @@ class GradientKeeper:
         self.norm = kernels.Norm(sum(len(unit.unit.slots) for unit in kept))
 
     def __getitem__(self, unit: int) -> KeptUnit:
+        """What is kept of a unit; waits for what is on its way from the device."""
+        self._landing.settle(unit)
         return self._kept[unit]
 
-    def take(self, bound: BoundUnit) -> None:
-        """Move the gradients that `bound` has now into what is kept, and clear them."""
+    def make_room(self) -> None:
+        """A unit's gradients are about to be made on the device."""
+        self._landing.make_room()
+
+    def take(self, bound: BoundUnit, then: Callable[[], None] = lambda: None) -> None:
+        """Move the gradients that `bound` has now into what is kept, and clear them.
+
+        They may still be on their way when this returns; `then()` is called when they are kept.
+        """
         kept = self._kept[bound.unit.index]
         found: dict[str, torch.Tensor] = {}
         for slot, parameter in zip(bound.unit.slots, bound.parameters, strict=True):
@@ -82,25 +90,24 @@ class GradientKeeper:
             if grad is not None:
                 _check_plain(slot, grad)
                 found[slot.tensor.name] = grad
-        if not found:
-            return
-        grads = dict(zip(found, self._device.to_host(list(found.values())), strict=True))
-        self.take_back(bound.unit.index)
-        self._keep(kept, grads, round_to=kept.round_to)
-        for parameter in bound.parameters:
-            set_gradient(parameter, None)
+        if found:
+            self.take_back(bound.unit.index)
+            self._landing.send(bound.unit, found, self._begin(kept, found, kept.round_to))
+            for parameter in bound.parameters:
+                set_gradient(parameter, None)
+        self._landing.after(bound.unit, then)
 
     def replace(self, unit: int, grads: Mapping[str, torch.Tensor]) -> None:
         """Keep `grads`, (n,) HOST in the kept form, instead of what is kept for their tensors."""
-        kept = self._kept[unit]
         for name in grads:
             self.forget(unit, name)
         if grads:
-            self._keep(kept, grads, round_to=kept.dtype)
+            kept, chunk = self[unit], self._spiller.chunk_elems
+            keep_here(kept.unit, grads, self._begin(kept, grads, kept.dtype), chunk=chunk)
 
     def forget(self, unit: int, name: str) -> None:
         """Make a tensor one without a gradient in this step."""
-        kept = self._kept[unit]
+        kept = self[unit]
         if name in kept.has_grad:
             self.before_take(unit)
             kept.has_grad.remove(name)
@@ -109,7 +116,7 @@ class GradientKeeper:
     @property
     def has_gradients(self) -> bool:
         """True when something is kept for the coming step."""
-        return any(kept.has_grad for kept in self._kept.values())
+        return self._landing.waiting or any(kept.has_grad for kept in self._kept.values())
 
     def settled(self, unit: int) -> bool:
         """True when a unit's kept gradients can be read where they are; never waits."""
@@ -117,7 +124,8 @@ class GradientKeeper:
         return spill is None or self._spiller.settled(spill)
 
     def settle(self) -> None:
-        """Wait until every spilled gradient is on disk; raises what went wrong."""
+        """Wait until every gradient is kept, spilled ones on disk; raises what went wrong."""
+        self._landing.settle()
         self._spiller.settle()
 
     def clear(self) -> None:
@@ -130,35 +138,29 @@ class GradientKeeper:
 
     def close(self) -> None:
         """Wait for what is in flight, whatever its outcome."""
+        self._landing.close()
         self._spiller.close()
 
     def read(self, unit: int, slot: Slot) -> torch.Tensor:
         """A HOST copy, (n,) in the kept form, of a gradient that the unit's tensor has."""
-        kept = self._kept[unit]
+        kept = self[unit]
         if kept.spill is not None:
             return self._spiller.read(kept.spill, slot.start, slot.stop)
         assert kept.region is not None
         flat = kept.region.tensor(kept.dtype, kept.unit.trainable_elems)
         return flat[slot.start : slot.stop].clone()
 
-    def _keep(
-        self, kept: KeptUnit, grads: Mapping[str, torch.Tensor], *, round_to: torch.dtype
-    ) -> None:  # fmt: skip
-        """Add to what is kept, or begin it."""
+    def _begin(
+        self, kept: KeptUnit, names: Collection[str], round_to: torch.dtype
+    ) -> _Taking:  # fmt: skip
+        return _Taking(kept, frozenset(names), round_to, self._spiller, self.norm, self._open)
+
+    def _open(self, kept: KeptUnit, names: Collection[str]) -> None:
+        """What is kept of a unit is about to change."""
         self.before_take(kept.unit.index)
         self._wait(kept.unit.index)
-        if kept.dtype is not torch.float32 and kept.has_grad & grads.keys():
+        if kept.dtype is not torch.float32 and not kept.has_grad.isdisjoint(names):
             self._widen(kept)
-        take = partial(self._take_segment, kept, grads, round_to)
-        if kept.region is not None:
-            flat = kept.region.tensor(kept.dtype, kept.unit.trainable_elems)
-            for segment in segments_of(kept.unit, Chunk(0, 0, kept.unit.trainable_elems)):
-                if segment.slot.tensor.name in grads:
-                    take(segment, flat)
-        elif kept.spill is not None:
-            self._take_spilled(kept, kept.spill, grads, take)
-        kept.has_grad.update(grads)
-        kept.takes += 1
 
     def _widen(self, kept: KeptUnit) -> None:
         """A second contribution came to gradients kept in 16 bits: go on with fp32 sums.
@@ -182,37 +184,59 @@ class GradientKeeper:
             self._spiller.put(wide, chunk, slot)
         kept.dtype, kept.region, kept.spill = torch.float32, None, wide
 
-    def _take_spilled(
-        self, kept: KeptUnit, spill: SpillFile, grads: Mapping[str, torch.Tensor],
-        take: Callable[[Segment, torch.Tensor], None],
-    ) -> None:  # fmt: skip
-        for chunk in chunks_of(kept.unit.trainable_elems, self._spiller.chunk_elems):
-            segments = [
-                segment
-                for segment in segments_of(kept.unit, chunk)
-                if segment.slot.tensor.name in grads
-            ]
-            if segments:
-                slot = self._spiller.edit(spill, chunk)
-                flat = slot.tensor(kept.dtype, chunk.num_elems)
-                for segment in segments:
-                    take(segment, flat)
-                self._spiller.put(spill, chunk, slot)
 
-    def _take_segment(
-        self, kept: KeptUnit, grads: Mapping[str, torch.Tensor], round_to: torch.dtype,
-        segment: Segment, flat: torch.Tensor,
+@dataclass
+class _Taking:
+    """Gradients of one unit on their way into what is kept: added, or the first ones."""
+
+    kept: KeptUnit
+    names: frozenset[str]
+    round_to: torch.dtype
+    spiller: Spiller
+    norm: kernels.Norm
+    open: Callable[[KeptUnit, Collection[str]], None]
+    begun: bool = False
+
+    def keep(self, chunk: Chunk, pieces: Mapping[str, torch.Tensor]) -> None:
+        """Take the HOST `pieces` that lie in `chunk`, by tensor."""
+        self._begin()
+        kept = self.kept
+        if kept.region is not None:
+            flat = kept.region.tensor(kept.dtype, kept.unit.trainable_elems)
+            self._take(chunk, pieces, flat[chunk.start : chunk.stop])
+        elif kept.spill is not None:
+            slot = self.spiller.edit(kept.spill, chunk)
+            self._take(chunk, pieces, slot.tensor(kept.dtype, chunk.num_elems))
+            self.spiller.put(kept.spill, chunk, slot)
+
+    def end(self) -> None:
+        """The unit's tensors have a gradient in this step."""
+        self._begin()
+        self.kept.has_grad.update(self.names)
+        self.kept.takes += 1
+
+    def _begin(self) -> None:
+        if not self.begun:
+            self.begun = True
+            self.open(self.kept, self.names)
+
+    def _take(
+        self, chunk: Chunk, pieces: Mapping[str, torch.Tensor], flat: torch.Tensor
     ) -> None:  # fmt: skip
-        name = segment.slot.tensor.name
-        index = kept.index_of[name]
-        if segment.tensor_start == 0:
-            self.norm.reset(index)
-        kernels.grad_take(
-            grads[name][segment.tensor_start : segment.tensor_start + segment.num_elems],
-            flat[segment.chunk_start : segment.chunk_start + segment.num_elems],
-            round_to=round_to, accumulate=name in kept.has_grad,
-            norm=self.norm, index=index,
-        )  # fmt: skip
+        kept = self.kept
+        for segment in segments_of(kept.unit, chunk):
+            name = segment.slot.tensor.name
+            if name not in pieces:
+                continue
+            index = kept.index_of[name]
+            if segment.tensor_start == 0:
+                self.norm.reset(index)
+            kernels.grad_take(
+                pieces[name],
+                flat[segment.chunk_start : segment.chunk_start + segment.num_elems],
+                round_to=self.round_to, accumulate=name in kept.has_grad,
+                norm=self.norm, index=index,
+            )  # fmt: skip
 
 
 def _check_plain(slot: Slot, grad: torch.Tensor) -> None:

@@ -6,7 +6,7 @@ parameter.
       module post-forward  watch its outputs for backward; release(units)
     root post-forward  pop; evict what is left
     outputs' gradient  (backward reaches a module)  ensure(units)
-    parameter's gradient accumulated                unit complete? take its gradients, evict
+    parameter's gradient accumulated                unit complete? its gradients leave, evict
     end of backward                                 take the rest, evict everything
 
 Correctness never depends on a guess: whatever backward needs comes back through the saved-tensor
@@ -154,6 +154,8 @@ class Hooks:
         self._begin_backward()
         for index in units:
             self._residency.ensure(index)
+            # Behind the copy of its weights, which can run while this waits.
+            self._keeper.make_room()
             self._listener.begin(index)
 
     def _accumulated(self, index: int, position: int, parameter: torch.Tensor) -> None:
@@ -165,11 +167,10 @@ class Hooks:
 
     def _complete(self, index: int) -> None:
         bound = self._residency.bound[index]
-        self._keeper.take(bound)
+        self._keeper.take(bound, then=partial(self._listener.release, index))
         # What is frozen in it may still be needed: it leaves for the next unit, or at the end.
         if all(parameter.requires_grad for parameter in bound.parameters):
             self._residency.evict(index)
-        self._listener.release(index)
 
     def forward_by_layers(
         self, model: nn.Module, calls: Sequence[Callable[[], torch.Tensor]], seeds: Sequence[int]

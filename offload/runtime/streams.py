@@ -51,10 +51,6 @@ class Streams(Protocol):
 
     def record(self, lane: Lane) -> Event: ...
     def wait(self, lane: Lane, event: Event) -> None: ...
-    def landing(self, num_elems: int, dtype: torch.dtype) -> torch.Tensor:
-        """HOST memory that a copy out may be given: (num_elems,)."""
-        ...
-
     def register(self, address: int, num_bytes: int) -> Callable[[], None] | None:
         """Make HOST memory fit for copies that do not block; call the result before it is freed.
 
@@ -93,9 +89,6 @@ class CudaStreams:
     def wait(self, lane: Lane, event: Event) -> None:
         assert isinstance(event, _CudaEvent)
         self._of(lane).wait_event(event.native)
-
-    def landing(self, num_elems: int, dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(num_elems, dtype=dtype, pin_memory=True)
 
     def register(self, address: int, num_bytes: int) -> Callable[[], None] | None:
         runtime = torch.cuda.cudart()

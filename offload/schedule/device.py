@@ -2,6 +2,7 @@
 
     device budget >= largest unit's weights and gradients + small tensors and theirs + one prefetch
                      + state that is placed there
+    beside a GPU     another unit's gradients, which are copied out while that one computes
     what is left     weights of front units, then filled once a step instead of at each use
 
 A unit that stays keeps its storage from its first use on; a step makes its contents old, and they
@@ -35,6 +36,20 @@ def other_bytes(
         elems = persistent.num_elems + alive * persistent.trainable_elems
         fixed += elems * formats.compute_of(persistent)
     return fixed
+
+
+def leaving_bytes(
+    device_memory: int, units: Sequence[Unit], persistent: Unit | None, formats: Formats, *,
+    alive: int = 1,
+) -> int:  # fmt: skip
+    """Device bytes for gradients on their way out, beside those of the unit at work: as many as its
+    own where the budget has room for them, else none; `alive` as for `other_bytes`.
+    """
+    if not formats.landing:
+        return 0
+    size = other_bytes(units, None, formats, alive=alive)
+    least = device_least_bytes(units, persistent, formats, alive=alive)
+    return size if device_memory >= least + size else 0
 
 
 def choose_kept(

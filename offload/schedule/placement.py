@@ -3,6 +3,7 @@ gets.
 
     host budget  = persistent state + fetch, update and spill slots + held gradients + resident
                    (small tensors)    (weights in, the chain, gradients out)         (resident.py)
+                   + landing slots, where gradients come from a device with memory of its own
 
 The device budget is divided in device.py.
 
@@ -25,7 +26,7 @@ from offload.schedule.resident import Candidate, choose
 
 MAX_CHUNK_ELEMS = 1 << 20  # 4 Mi gained nothing and moved in lumps
 SUM_BYTES = 4  # of a gradient in a slot: any may become an fp32 sum
-MIN_FETCH, MIN_UPDATE, MIN_SPILL = 3, 2, 2
+MIN_FETCH, MIN_UPDATE, MIN_SPILL, MIN_LANDING = 3, 2, 2, 2
 MAX_FETCH, PREFERRED_UPDATE, PREFERRED_SPILL = 64, 16, 4
 WIDE = 16  # steps from as few slots as work to as many as pay
 SLOT_SHARE = 1 / 3  # of the host budget, unless slots need more
@@ -39,6 +40,7 @@ class Formats:
     compute: int
     grad: int  # as kept: 2 for one micro-step in 16 bits, else 4
     states: StateTable = FP32_MOMENTS
+    landing: int = 0  # of a gradient that is copied from the device; 0: it is read where it is
 
     def compute_of(self, unit: Unit) -> int:
         """Bytes on the device of a weight of `unit`, or of its gradient."""
@@ -68,6 +70,8 @@ class Placement:
     on_device: tuple[Candidate, ...] = ()  # ... and in the device budget
     kept: frozenset[int] = frozenset()  # units whose weights stay gathered on the device
     unwritten: frozenset[tuple[int, Role]] = frozenset()  # ... of which steps write nothing
+    landing_slots: int = 0
+    landing_slot_bytes: int = 0
 
     @property
     def resident_bytes(self) -> int:
@@ -88,6 +92,7 @@ class Placement:
             self.fetch_slots * self.fetch_slot_bytes
             + self.update_slots * self.update_slot_bytes
             + self.spill_slots * self.spill_slot_bytes
+            + self.landing_slots * self.landing_slot_bytes
         )
 
     @property
@@ -145,8 +150,8 @@ def place(
         if fits:
             held = _with_gradients(slots, units, formats, fixed=fixed, room=room)
             return replace(held, resident=tuple(choose(offered, room - held.held_bytes)))
-    least = fixed + _least_slots(smallest, ceiling, formats).slot_bytes
-    raise BudgetError(_host_message(budget, least, fixed, smallest))
+    slots = _least_slots(smallest, ceiling, formats)
+    raise BudgetError(_host_message(budget, fixed, slots))
 
 
 def host_least_bytes(units: Sequence[Unit], persistent: Unit | None, formats: Formats) -> int:
@@ -166,6 +171,7 @@ def _slots(chunk: int, ceiling: int, formats: Formats, *, width: int, spill: boo
     most_fetch = min(MAX_FETCH, 2 * -(-ceiling // chunk) + 2)
     # Even when nothing is spilled by plan, a second contribution may have to be (gradients.py).
     most_spill = PREFERRED_SPILL if spill else MIN_SPILL
+    landing = _between(MIN_LANDING, most_fetch, width) if formats.landing else 0
     return Placement(
         chunk_elems=chunk,
         fetch_slots=_between(MIN_FETCH, most_fetch, width),
@@ -178,6 +184,8 @@ def _slots(chunk: int, ceiling: int, formats: Formats, *, width: int, spill: boo
         held=frozenset(),
         spilled=frozenset(),
         held_bytes=0,
+        landing_slots=landing,
+        landing_slot_bytes=chunk * formats.landing,
     )
 
 
@@ -200,12 +208,14 @@ def _with_gradients(
     return Placement(**{**values, "held": frozenset(held), "spilled": frozenset(spilled)})
 
 
-def _host_message(host_memory: int, least: int, fixed: int, chunk: int) -> str:
+def _host_message(host_memory: int, fixed: int, slots: Placement) -> str:
+    least = fixed + slots.slot_bytes
+    landing = f" + {slots.landing_slots} landing" * bool(slots.landing_slots)
     return (
         f"host_memory is too small: expected at least {least:,} bytes, got {host_memory:,}."
         f" It must hold {fixed:,} bytes of small tensors' state and gradients"
-        f" + {least - fixed:,} bytes of transfer slots"
-        f" ({MIN_FETCH} fetch + {MIN_UPDATE} update + {MIN_SPILL} gradient slots of"
-        f" {chunk:,} elements)."
+        f" + {slots.slot_bytes:,} bytes of transfer slots"
+        f" ({MIN_FETCH} fetch + {MIN_UPDATE} update + {MIN_SPILL} gradient{landing} slots of"
+        f" {slots.chunk_elems:,} elements)."
         f" Set host_memory={least} or more."
     )

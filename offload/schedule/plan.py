@@ -98,7 +98,8 @@ class Plan:
         yield (
             f"slots   {place.fetch_slots} fetch of {in_bytes(place.fetch_slot_bytes)},"
             f" {place.update_slots} update of {in_bytes(place.update_slot_bytes)},"
-            f" {place.spill_slots} spill of {in_bytes(place.spill_slot_bytes)};"
+            f" {place.spill_slots} spill of {in_bytes(place.spill_slot_bytes)},"
+            f" {place.landing_slots} landing of {in_bytes(place.landing_slot_bytes)};"
             f" chunks of {place.chunk_elems:,} elements"
         )
         sides = "side" if self.space.num_sides == 1 else "sides"

@@ -4,6 +4,7 @@
     backward   a unit's weights and its gradients, beside those of the unit before it: backward
                reaches a unit when the last gradients of the one behind it are about to be complete
 
+Beside a GPU the next unit's weights come in, and gradients of the last ones go out, meanwhile.
 Persistent tensors stay, with their gradients, and so does what is placed there.  In layer-major
 order each micro-step's gradients of a unit are there until the last ones are.  Activations are not
 counted.
@@ -26,4 +27,9 @@ def device_peak_bytes(layout: Layout, uses: Uses) -> int:
     weights.update(dict.fromkeys(layout.placement.kept, 0))  # counted, whether in use or not
     forward = max((weights[index] for index in uses.forward), default=0)
     backward = max((weights[index] + grads[index] for index in uses.backward), default=0)
+    if layout.formats.landing:
+        moving = sorted(weights.values())[-2:]
+        largest = max([*moving, 0])
+        ahead = min(sum(moving), max(layout.weight_capacity, largest)) - largest
+        forward, backward = forward + ahead, backward + ahead + layout.leaving
     return fixed + max(forward, backward)

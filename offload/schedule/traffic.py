@@ -72,6 +72,7 @@ class Layout:
     placement: Placement
     formats: Formats
     weight_capacity: int  # DEVICE bytes for weights of units that come and go
+    leaving: int = 0  # DEVICE bytes for gradients on their way out beside a unit at work
 
     @property
     def all_units(self) -> tuple[Unit, ...]:

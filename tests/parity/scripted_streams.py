@@ -85,9 +85,6 @@ class ScriptedStreams:
         else:
             self._give(lane, lambda: event.passed)
 
-    def landing(self, num_elems: int, dtype: torch.dtype) -> torch.Tensor:
-        return torch.full((num_elems,), float("nan"), dtype=dtype)
-
     def register(self, address: int, num_bytes: int) -> Callable[[], None]:
         self.registered.append(num_bytes)
         return lambda: self.registered.remove(num_bytes)

@@ -47,10 +47,11 @@ def num_clipped(norms: list[float], bound: float) -> int:
 
 
 class DelayedCopies:
-    """A device whose copies take a random time, so that they meet transfers in any order."""
+    """Copies of a device that take a random time, so that they meet transfers in any order."""
 
-    def __init__(self, device, seed: int) -> None:
+    def __init__(self, device, landing, seed: int) -> None:
         self._device = device
+        self._landing = landing
         self._random = random.Random(seed)
         self.num_fills = 0
 
@@ -59,9 +60,12 @@ class DelayedCopies:
         self._wait()
         return self._device.fill(dst, hi, lo, behind=behind)
 
-    def to_host(self, grads):
+    def send(self, *args):
         self._wait()
-        return self._device.to_host(grads)
+        self._landing.send(*args)
+
+    def __getattr__(self, name):
+        return getattr(self._landing, name)
 
     def _wait(self) -> None:
         if self._random.random() < 0.2:
@@ -77,9 +81,10 @@ def delay_blocks(engine, seed: int) -> None:
 
 
 def delay_copies(engine, seed: int) -> DelayedCopies:
-    copies = DelayedCopies(engine._parts.ground.device, seed)
+    keeper = engine._parts.keeper
+    copies = DelayedCopies(engine._parts.ground.device, keeper._landing, seed)
     engine._parts.residency._fetcher._device = copies
-    engine._parts.keeper._device = copies
+    keeper._landing = copies
     return copies
 
 

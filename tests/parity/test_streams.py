@@ -15,9 +15,7 @@ from case import (
 )
 from scripted_streams import ScriptedStreams
 
-from offload.engine import connect
 from offload.runtime import binding
-from offload.runtime.binding import BoundUnit
 from offload.runtime.device import StreamDevice
 from offload.runtime.residency import Residency
 from offload.runtime.streams import CudaStreams, Lane
@@ -48,14 +46,16 @@ def test_a_fill_waits_for_no_more_of_compute_than_its_storage_does() -> None:
     assert streams.log.count("record compute") == 1
 
 
-def test_gradients_leave_behind_what_made_them_and_are_waited_for_once() -> None:
+def test_gradients_leave_behind_what_made_them_and_compute_waits_for_nothing() -> None:
     streams = ScriptedStreams(0)
-    grads = [torch.randn(4, 8), torch.randn(NUM_ELEMS)]
-    landed = StreamDevice(streams).to_host(grads)
-    assert streams.log == [
-        "record compute", "wait out for compute", "run out", "run out", "record out"
-    ]  # fmt: skip
-    assert all(torch.equal(one, grad.flatten()) for one, grad in zip(landed, grads, strict=True))
+    device = StreamDevice(streams)
+    grads = [torch.randn(NUM_ELEMS), torch.randn(NUM_ELEMS)]
+    landed = [torch.zeros(NUM_ELEMS) for _ in grads]
+    copied = device.copy_out(list(zip(landed, grads, strict=True)), behind=device.mark())
+    assert streams.log == ["record compute", "wait out for compute", "run out", "record out"]
+    assert not copied.passed
+    copied.wait()
+    assert all(torch.equal(one, grad) for one, grad in zip(landed, grads, strict=True))
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -79,27 +79,6 @@ def test_whole_weights_are_joined_on_the_way() -> None:
     flat = torch.zeros(NUM_ELEMS)
     StreamDevice(ScriptedStreams(1)).fill(flat, hi.view(torch.bfloat16), lo).wait()
     assert torch.equal(flat, master)
-
-
-@pytest.fixture
-def scripted(monkeypatch):
-    """Make engines whose device has scripted streams; returns the maker of the next ones."""
-    made: list[ScriptedStreams] = []
-
-    def use(seed: int, **options) -> list[ScriptedStreams]:
-        def make_device(device, threads):
-            made.append(ScriptedStreams(seed, **options))
-            return StreamDevice(made[-1])
-
-        def end_fill(bound, real=BoundUnit.end_fill):
-            made[-1].compute()  # whoever uses the weights runs what they wait for
-            real(bound)
-
-        monkeypatch.setattr(connect, "make_device", make_device)
-        monkeypatch.setattr(BoundUnit, "end_fill", end_fill)
-        return made
-
-    return use
 
 
 def log_units(streams: ScriptedStreams, monkeypatch) -> None:

@@ -71,10 +71,10 @@ class Meter:
         self.peak, self.engine = 0, None
         take = GradientKeeper.take
 
-        def watched(keeper, bound) -> None:
+        def watched(keeper, *bound, **then) -> None:
             if self.engine is not None:
                 self.peak = max(self.peak, held_now(self.engine))
-            take(keeper, bound)
+            take(keeper, *bound, **then)
 
         monkeypatch.setattr(GradientKeeper, "take", watched)
 
