@@ -253,13 +253,6 @@ def _checked(config: EngineConfig) -> EngineConfig:
             raise ConfigError(
                 f"{key}: expected one of {', '.join(allowed)}, got {getattr(config, key)!r}."
             )
-    if config.durability == "none":
-        if config.overlap == "speculate":
-            raise ConfigError(
-                "overlap: expected 'hold' or 'auto' with durability='none', got 'speculate'."
-                " An update in place cannot be taken back. Use durability='process'."
-            )
-        config = replace(config, overlap="hold")
     if config.read_only:
         if config.resume is False:
             raise ConfigError("read_only: expected resume=True or nothing, got resume=False.")

@@ -40,7 +40,7 @@ static uint32_t reads_of(const update_chunk *chunk)
 {
     uint32_t roles = 0;
     for (uint32_t role = 0; role < UPDATE_NUM_ROLES; role++)
-        if (!chunk->streams[role].host && chunk->streams[role].read_file)
+        if (!chunk->streams[role].host && !chunk->streams[role].source && chunk->streams[role].read_file)
             roles |= 1u << role;
     return roles;
 }

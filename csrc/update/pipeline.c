@@ -23,13 +23,11 @@ uint64_t update_stream_bytes(const update_chunk *chunk, uint32_t role)
     return (update_data_bytes(chunk, role) + UPDATE_PAGE - 1) / UPDATE_PAGE * UPDATE_PAGE;
 }
 
-static bool is_in_slot(const update_stream *stream) { return !stream->host || (stream->flags & UPDATE_COPY_IN); }
-
 uint64_t update_slot_offset(const update_chunk *chunk, uint32_t role)
 {
     uint64_t offset = 0;
     for (uint32_t other = 0; other < role; other++)
-        if (is_in_slot(&chunk->streams[other]))
+        if (!chunk->streams[other].host)
             offset += update_stream_bytes(chunk, other);
     return offset;
 }
@@ -37,7 +35,7 @@ uint64_t update_slot_offset(const update_chunk *chunk, uint32_t role)
 void *update_stream_memory(const struct slot *slot, uint32_t role)
 {
     const update_stream *stream = &slot_chunk(slot)->streams[role];
-    return is_in_slot(stream) ? slot->memory + update_slot_offset(slot_chunk(slot), role) : stream->host;
+    return stream->host ? stream->host : slot->memory + update_slot_offset(slot_chunk(slot), role);
 }
 
 static void init_slots(update_pipeline *pipeline, uint8_t *memory)

@@ -40,10 +40,10 @@ static bool width_is_valid(const update_chunk *chunk, uint32_t role)
 static bool stream_is_valid(const update_chunk *chunk, uint32_t role)
 {
     const update_stream *stream = &chunk->streams[role];
-    bool copied = stream->flags & UPDATE_COPY_IN, late = stream->flags & UPDATE_AFTER_RELEASE;
-    if ((copied && !stream->host) || (late && (stream->host || !stream->read_file)))
+    const void *here = stream->host ? stream->host : stream->source;
+    if ((stream->flags & UPDATE_AFTER_RELEASE) && (here || !stream->read_file))
         return false;
-    if (stream->elem_bytes == 0 && (stream->host || stream->read_file || stream->write_file))
+    if (stream->elem_bytes == 0 && (here || stream->read_file || stream->write_file))
         return false;
     return width_is_valid(chunk, role);
 }

@@ -15,7 +15,7 @@
  *
  * A job may be submitted before its gradients exist: units that are not released read ahead, most urgent first, into
  * `num_preread` slots at most and never into the last one, so a released unit always gets through, whatever the order of
- * releases.  Until its release the memory that a unit uses (`host`) and the files that it reads late
+ * releases.  Until its release the memory that a unit uses (`host`, `source`) and the files that it reads late
  * (UPDATE_AFTER_RELEASE) may still be filled; from then until its end nobody else writes them, or reads what it updates.
  * The release orders the two: what the releasing thread has written or waited for, the unit reads.
  *
@@ -42,7 +42,10 @@ typedef struct update_stream {
     void *host;                 /* resident: the kernel works here, in place, nothing is read; NULL: in a slot.
                                    Holds at least the bytes of the elements, rounded up to 4096.  Not looked at before
                                    the unit's release. */
-    const aio_file *read_file;  /* NULL with host == NULL: zero-filled (moments known to be zero), or made from the master */
+    const void *source;         /* other memory, as large, which stays as it is: copied to where the kernel works when that is
+                                   about to run; NULL: none.  Not looked at before the release either. */
+    const aio_file *read_file;  /* read where neither is; NULL too: zero-filled (moments known to be zero), or made from the
+                                   master */
     uint64_t read_offset;
     const aio_file *write_file; /* NULL: not written */
     uint64_t write_offset;
@@ -53,8 +56,7 @@ typedef struct update_stream {
 } update_stream;
 
 enum update_stream_flags {
-    UPDATE_COPY_IN = 1, /* `host` is a source, read only: copied into the slot when the kernel is about to run */
-    UPDATE_AFTER_RELEASE = 2 /* `read_file` is read when the unit is released, not before: it is still being written */
+    UPDATE_AFTER_RELEASE = 1 /* `read_file` is read when the unit is released, not before: it is still being written */
 };
 
 typedef struct update_chunk {
@@ -82,7 +84,7 @@ typedef struct update_stats {
     uint64_t read_bytes[UPDATE_NUM_ROLES];
     uint64_t write_bytes[UPDATE_NUM_ROLES];
     uint64_t elems;     /* through the kernel */
-    uint64_t kernel_ns;   /* the update thread inside kernels */
+    uint64_t kernel_ns;   /* the update thread inside kernels, and while it copies for them */
     uint64_t checksum_ns; /* ... and inside checksums */
     uint32_t most_preread; /* the most slots that units which are not released held when this job got one of them */
     uint32_t most_writing; /* the most slots in writing when this job began one of them */

@@ -42,8 +42,8 @@ static void fill_slot(struct slot *slot)
     for (uint32_t role = 0; role < UPDATE_NUM_ROLES; role++) {
         const update_stream *stream = &chunk->streams[role];
         void *memory = update_stream_memory(slot, role);
-        if (stream->flags & UPDATE_COPY_IN)
-            memcpy(memory, stream->host, update_stream_bytes(chunk, role));
+        if (stream->source)
+            memcpy(memory, stream->source, update_stream_bytes(chunk, role));
         else if (!stream->host && !stream->read_file && !(role == UPDATE_PARAM && update_is_whole(chunk)))
             memset(memory, 0, update_stream_bytes(chunk, role));
     }
@@ -127,8 +127,8 @@ static void run_slot(struct slot *slot)
     slot->state = SLOT_KERNEL;
     update_mark(slot, update_kernel_times, 0);
     pthread_mutex_unlock(&slot->pipeline->lock);
-    fill_slot(slot);
     uint64_t start = update_now_ns();
+    fill_slot(slot);
     struct totals totals = run_kernels(slot);
     uint64_t spent = update_now_ns() - start;
     pthread_mutex_lock(&slot->pipeline->lock);

@@ -195,7 +195,7 @@ def _host_parts(plan: Plan) -> Mapping[str, int]:
     place = plan.placement
     return {
         "small": place.persistent_bytes, "slots": place.slot_bytes, "gradients": place.held_bytes,
-        "resident": place.resident_bytes,
+        "resident": place.resident_bytes, "copies": place.undo.num_bytes,
     }  # fmt: skip
 
 

@@ -67,7 +67,7 @@ def outlook(made: Made, settings: Mapping[str, Any], asked: Asked) -> Outlook:
     work = _work(made, blueprint, asked)
     threads = _threads(blueprint)
     speeds, told, notes = _speeds(blueprint, work, threads, again=asked.measure)
-    held = blueprint.config.overlap == "hold"
+    held = blueprint.overlap == "hold"
     found = predict(
         layout, uses, first.traffic, work=work, speeds=speeds, threads=threads,
         rates=blueprint.drives.speeds, held=held,

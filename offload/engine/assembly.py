@@ -21,7 +21,7 @@ from offload import kernels
 from offload.checkpoint.folder import is_checkpoint
 from offload.config import EngineConfig
 from offload.engine.drives import Drives, plan_drives
-from offload.errors import ConfigError, StoreError
+from offload.errors import BudgetError, ConfigError, StoreError
 from offload.memory.slab import Region, Slab, Slots
 from offload.optim.packing import Packing, num_state_elems
 from offload.optim.rules import Rule
@@ -48,6 +48,7 @@ from offload.schedule.resident import (
     states_of,
     unwritten,
 )
+from offload.schedule.undo import Terms, choose_undo, in_memory
 from offload.store.extents import UnitExtents
 from offload.store.store import Store, exists
 from offload.threads import Processors, ThreadPlan, plan_threads
@@ -77,6 +78,11 @@ class Blueprint:
     def units(self) -> tuple[Unit, ...]:
         """All units, the persistent one last."""
         return self.found.units + ((self.found.persistent,) if self.found.persistent else ())
+
+    @property
+    def overlap(self) -> str:
+        """The setting, or "hold" where no update can be taken back."""
+        return self.placement.undo.overlap
 
     @property
     def weight_capacity(self) -> int:
@@ -136,13 +142,17 @@ def plan(model: nn.Module, config: EngineConfig, rule: Rule) -> Blueprint:
     packings = pack(rule, units)
     placement = place_all(config, found, formats, host_memory=host, whole=bool(packings))
     placement = place_on_device(config, found, formats, placement, device_memory=device_memory)
+    drives = plan_drives(config)
+    terms = _undo_terms(config, drives, shared=not has_own_memory(device))
+    placement = place_undo(found, placement, terms, room=host - placement.total_bytes)
+    beside_compute = terms.shared and placement.undo.overlap != "hold"
     threads = plan_threads(
-        Processors.here(), beside_compute=device.type == "cpu" and config.overlap != "hold",
+        Processors.here(), beside_compute=beside_compute,
         update_threads=config.update_threads, update_cpus=config.update_cpus,
     )  # fmt: skip
     return Blueprint(
-        config, model, device, compute, found, formats, placement, device_memory, threads,
-        plan_drives(config), rule, packings, states,
+        config, model, device, compute, found, formats, placement, device_memory, threads, drives,
+        rule, packings, states,
     )  # fmt: skip
 
 
@@ -200,6 +210,36 @@ def _landing(device: torch.device, units: Sequence[Unit], compute: torch.dtype) 
     if not has_own_memory(device):
         return 0
     return max((4 if u.states.weights.exact else compute.itemsize for u in units), default=4)
+
+
+def _undo_terms(config: EngineConfig, drives: Drives, *, shared: bool) -> Terms:
+    read = drives.speeds.read if drives.speeds else None
+    one_side = config.durability == "none"
+    return Terms(config.overlap, one_side, shared, bool(config.gradient_clipping), read)
+
+
+def place_undo(
+    found: Discovery, placement: Placement, terms: Terms, *, room: int
+) -> Placement:  # fmt: skip
+    """Give what the host budget has left to copies; raises where nothing can run ahead as asked."""
+    stays = [*placement.resident, *placement.on_device]
+    undo = choose_undo(found.units, stays, placement.unwritten, room=room, terms=terms)
+    if terms.overlap == "speculate" and undo.overlap == "hold":
+        ample = choose_undo(found.units, stays, placement.unwritten, room=1 << 62, terms=terms)
+        if not ample.copied:
+            raise ConfigError(
+                "overlap: expected 'hold' or 'auto' with durability='none' where no unit stays in"
+                " memory whole, got 'speculate'. An update in place on disk cannot be taken back."
+                " Use durability='process', or a host_memory that keeps weights and state."
+            )
+        sizes = in_memory(found.units, stays)
+        least = min(sizes[index] for index in ample.copied)
+        raise BudgetError(
+            "overlap: expected room in host memory for a copy of one unit at least, which"
+            f" 'speculate' goes back to with durability='none', {least:,} bytes, got {room:,}."
+            " Raise host_memory, or use 'hold'."
+        )
+    return replace(placement, undo=undo)
 
 
 def alive_steps(config: EngineConfig) -> int:
@@ -401,6 +441,7 @@ class HostMemory:
     persistent: Region
     held: dict[int, Region]  # gradients by unit
     resident: dict[tuple[int, Role], Region]
+    copies: dict[tuple[int, Role], Region]  # to go back to, of some of them
 
 
 def divide(blueprint: Blueprint) -> HostMemory:
@@ -416,6 +457,11 @@ def divide(blueprint: Blueprint) -> HostMemory:
     }
     stays = (*p.resident, *p.on_device)
     resident = {(each.unit, each.role): slab.region(each.num_bytes) for each in stays}
+    copies = {
+        (each.unit, each.role): slab.region(each.num_bytes)
+        for each in stays
+        if each.unit in p.undo.copied
+    }
     fetch = slab.region(p.fetch_slots * p.fetch_slot_bytes)
     update = slab.region(p.update_slots * p.update_slot_bytes)
     spill = slab.region(p.spill_slots * p.spill_slot_bytes)
@@ -423,7 +469,7 @@ def divide(blueprint: Blueprint) -> HostMemory:
     return HostMemory(
         slab, Slots(fetch, p.fetch_slots, p.fetch_slot_bytes),
         Slots(landing, p.landing_slots, p.landing_slot_bytes), update,
-        Slots(spill, p.spill_slots, p.spill_slot_bytes), persistent, held, resident,
+        Slots(spill, p.spill_slots, p.spill_slot_bytes), persistent, held, resident, copies,
     )  # fmt: skip
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from collections import ChainMap
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -161,26 +162,25 @@ def _lay_ground(
         state = memory.persistent
         persistent = PersistentState(_bind(blueprint, small), state, grad_bytes=SUM_BYTES)
     write_back = WriteBack(
-        store, queue, metrics, units=units, regions=_unwritten(blueprint, memory, persistent)
-    )
+        store, queue, metrics, units=units, regions=_in_memory(memory, persistent),
+        unwritten=blueprint.placement.unwritten,
+    )  # fmt: skip
     ledger = Ledger(store, units, metrics, capture_late=captures.late, write_back=write_back)
     return Ground(
         blueprint, store, resumed, metrics, queue, memory, device, ledger, persistent,
-        ResidentBuffers(memory.resident, queue, ledger), closing,
+        ResidentBuffers(memory.resident, queue, ledger, copies=memory.copies), closing,
     )  # fmt: skip
 
 
-def _unwritten(
-    blueprint: Blueprint, memory: HostMemory, persistent: PersistentState | None
-) -> dict[tuple[int, Role], Region]:
-    """The buffers that memory alone holds between saves."""
-    keys = blueprint.placement.unwritten
-    found = {key: region for key, region in memory.resident.items() if key in keys}
+def _in_memory(
+    memory: HostMemory, persistent: PersistentState | None
+) -> Mapping[tuple[int, Role], Region]:
+    """Where the buffers that stay are; resident ones change places with their copies."""
+    small: dict[tuple[int, Role], Region] = {}
     if persistent is not None:
-        small = persistent.unit
-        keys_of_small = ((small.index, role) for role in small.roles)
-        found |= {key: persistent.region(key[1]) for key in keys_of_small if key in keys}
-    return found
+        index = persistent.unit.index
+        small = {(index, role): persistent.region(role) for role in persistent.unit.roles}
+    return ChainMap(small, memory.resident)
 
 
 def _bind(blueprint: Blueprint, unit: Unit) -> BoundUnit:
@@ -289,7 +289,7 @@ def _optimization(
         lent=lent, builder=builder, counts=counts, scale=scale, metrics=ground.metrics,
     )  # fmt: skip
     speculator = Speculator(
-        config.overlap, {unit.index: unit for unit in units}, builder, ground.ledger, keeper,
+        placement.undo, {unit.index: unit for unit in units}, builder, ground.ledger, keeper,
         loans=residency.loans,
         assume=lambda: Assumption(stepper.assume(), residency.order()),
     )  # fmt: skip

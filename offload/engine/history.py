@@ -11,7 +11,7 @@ While one way is used the other is tried anew now and then, so that neither figu
 from __future__ import annotations
 
 import enum
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from statistics import median
 
 RECENT_STEPS = 16
@@ -34,6 +34,7 @@ class History:
     def __init__(self) -> None:
         self.kept_elems = 0
         self.redone_elems = 0
+        self.undone: Counter[str] = Counter()  # by unit: dropped where only a copy was changed
         self.voided = 0  # elements of this step's that later or edited gradients have made void
         self._shares: deque[float] = deque(maxlen=RECENT_STEPS)
         self._seconds: defaultdict[Kind, deque[float]] = defaultdict(

@@ -77,7 +77,7 @@ def times_of(
     """When transfers must start; None where the drives are not known."""
     if rates is None or not any((rates.read, rates.write, rates.mixed)):
         return None
-    held = blueprint.config.overlap == "hold"
+    held = blueprint.overlap == "hold"
     pace = replace(pace, looked_up=_looked_up(blueprint))
     return timetable(layout_of(blueprint), uses, pace, rates, held=held)
 
@@ -111,7 +111,7 @@ def _plan(
     return Plan(
         unit_plans(layout), blueprint.placement, step_traffic(layout, uses),
         Space(sum(file.file_bytes for file in files), sides, spill_bytes(blueprint)),
-        blueprint.device_memory, blueprint.config.overlap, uses.micro_steps, uses.by_layers,
+        blueprint.device_memory, blueprint.overlap, uses.micro_steps, uses.by_layers,
         rates, rates_from, compute_s, sum(unit.num_tensor_elems for unit in blueprint.units),
         left_out(blueprint), device_peak_bytes(layout, uses),
     )  # fmt: skip

@@ -7,7 +7,9 @@
                                                          the committed side
             keep():   what stands is part of the step
 
-The committed side is read and never written, so going back is exact and costs only the bytes.
+The committed side is read and never written, so going back is exact and costs only the bytes.  What
+stays in memory is read again too, or was never touched: its update worked on a copy, as the plan
+has chosen (schedule/undo.py).
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from offload.optim.jobs import Job
 from offload.partition.unit import Unit
 from offload.runtime.gradients import GradientKeeper
 from offload.runtime.loans import Loans
+from offload.schedule.undo import Undo
 
 _LOG = logging.getLogger(__name__)
 
@@ -59,15 +62,15 @@ class Speculator:
     """Owns the updates submitted before step().  Called from hooks and step(), one at a time."""
 
     def __init__(
-        self, mode: str, units: Mapping[int, Unit], builder: UpdateBuilder, ledger: Ledger,
+        self, undo: Undo, units: Mapping[int, Unit], builder: UpdateBuilder, ledger: Ledger,
         keeper: GradientKeeper, *,
         loans: Loans, assume: Callable[[], Assumption],
     ) -> None:  # fmt: skip
-        """`mode`: "hold", "speculate" or "auto".
+        """`undo`: what may run ahead of step().
 
         `assume()`: what holds if nothing is clipped and every parameter gets a gradient.
         """
-        self._mode = mode
+        self._mode = undo.overlap
         self._units = units
         self._builder = builder
         self._ledger = ledger
@@ -77,7 +80,7 @@ class Speculator:
         self._bets: dict[int, _Bet] = {}
         self._now: Assumption | None = None  # of this backward; None: holding
         self.history = History()
-        self._never: set[int] = set()  # units not worth a bet
+        self._never = set(undo.held)  # units that cannot be taken back, or not worth a bet
         self._settling: set[int] = set()  # gradients complete, their spills in flight
 
     def begin_backward(self) -> None:
@@ -181,6 +184,7 @@ class Speculator:
         except StoreError as error:  # the step does it all again, and fails if that fails
             _LOG.warning("an update that is not needed any more has failed: %s", error)
         finally:  # Ctrl-C ends the wait above too
-            self._builder.resident.forget(unit)
+            undone = self._builder.resident.forget(unit)
+            self.history.undone[self._units[unit].name] += undone
             account(job, self._ledger.metrics)
             job.close()

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from offload.engine.ledger import Ledger
 from offload.optim.chunks import StreamPlace, UnitTemplate, stack
 from offload.optim.jobs import Job, Pipeline
-from offload.optim.pipeline import COPY_IN, UPDATE_ROLES
+from offload.optim.pipeline import UPDATE_ROLES
 from offload.partition.states import MOMENTS, Role
 from offload.partition.unit import Unit
 from offload.runtime.gradients import GradientKeeper, KeptUnit
@@ -53,7 +53,7 @@ class UpdateBuilder:
         self._persistent = persistent
         self.resident = resident
         self._chunk_elems = chunk_elems
-        self._templates: dict[tuple[int, int, bool, torch.dtype], UnitTemplate] = {}
+        self._templates: dict[tuple[int, int, bool, torch.dtype, bool, bool], UnitTemplate] = {}
 
     def submit(
         self, units: Sequence[Unit], rows: Rows, *, urgency: Callable[[Unit], int], released: bool,
@@ -74,7 +74,7 @@ class UpdateBuilder:
             metrics.read_bytes[f"update.{role.value}"] += num_bytes
         parts, files = [], []
         for number, unit in enumerate(units):
-            template = self._template(unit)
+            template = self._template(unit, ahead=not released)
             # Fetches of the coming step, which compute waits for, go before its updates.
             deadline = self._ledger.next_deadline() + 3 + urgency(unit)
             part = template.fill(unit_index=number, deadline=deadline, rows=rows.row_of)
@@ -91,21 +91,21 @@ class UpdateBuilder:
     def _writes(self, unit: Unit) -> bool:
         return not all(self._ledger.write_back.leaves(unit.index, role) for role in unit.roles)
 
-    def _template(self, unit: Unit) -> UnitTemplate:
+    def _template(self, unit: Unit, *, ahead: bool) -> UnitTemplate:
         side = self._ledger.sides[unit.index]
         zero = unit.index in self._ledger.zero_moments
         kept = self._keeper[unit.index]
-        key = (unit.index, side, zero, kept.dtype)
+        key = (unit.index, side, zero, kept.dtype, ahead, self.resident.turn(unit.index))
         template = self._templates.get(key)
         # A side that a checkpoint shares has got another file.
         if template is None or any(file.closed for file in template.files):
-            streams = {role: self._state_place(unit, role, zero) for role in unit.roles}
+            streams = {role: self._state_place(unit, role, zero, ahead) for role in unit.roles}
             streams[Role.GRAD] = _grad_place(kept)
             template = UnitTemplate.of(unit, chunk_elems=self._chunk_elems, streams=streams)
             self._templates[key] = template
         return template
 
-    def _state_place(self, unit: Unit, role: Role, zero: bool) -> StreamPlace:
+    def _state_place(self, unit: Unit, role: Role, zero: bool, ahead: bool) -> StreamPlace:
         read = self._ledger.store.extent(unit.name, role, self._ledger.sides[unit.index])
         write = self._ledger.store.extent(unit.name, role, self._ledger.next_side(unit.index))
         left = self._ledger.write_back.leaves(unit.index, role)
@@ -113,6 +113,11 @@ class UpdateBuilder:
         if self._persistent is not None and unit is self._persistent.unit:
             return StreamPlace(host_address=self._persistent.region(role).address, write=to)
         here = self.resident.region(unit.index, role)
+        copy = self.resident.copy(unit.index, role) if ahead else None
+        if here is not None and copy is not None:
+            return StreamPlace(
+                host_address=copy.address, source_address=here.address, write=to
+            )  # fmt: skip
         if here is not None:
             return StreamPlace(host_address=here.address, write=to)
         if (zero and role in MOMENTS) or role in unit.states.weights.made:
@@ -135,8 +140,8 @@ def _lend(
     addresses = np.array(weights, np.uint64)[slots[:count]]
     for number, role in enumerate(roles):
         stream = chunks["streams"][:count, UPDATE_ROLES.index(role)]
-        stream["host"] = addresses + (2 * (chunk_elems * number + within[:count])).astype(np.uint64)
-        stream["flags"] = COPY_IN
+        offsets = (2 * (chunk_elems * number + within[:count])).astype(np.uint64)
+        stream["source"] = addresses + offsets
 
 
 def _grad_place(kept: KeptUnit) -> StreamPlace:

@@ -9,7 +9,7 @@ Nothing is read or written in between for what stays; a process that dies goes b
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import aio
 from offload.errors import StoreError
@@ -29,25 +29,27 @@ class WriteBack:
     def __init__(
         self, store: Store, queue: aio.Queue, metrics: Metrics, *,
         units: Mapping[int, Unit], regions: Mapping[tuple[int, Role], Region],
+        unwritten: Collection[tuple[int, Role]],
     ) -> None:  # fmt: skip
-        """`regions`: the buffers that steps do not write; none: everything is written."""
+        """`regions`: where buffers are now; `unwritten`: those that steps do not write."""
         self._store = store
         self._queue = queue
         self._metrics = metrics
         self._units = units
         self._regions = regions
+        self._unwritten = unwritten
         self._sums: dict[int, Mapping[Role, bytes]] = {}  # of what was written, by changed unit
         self._saved = -1  # the generation that the store has had last
         self._lost = False
 
     def leaves(self, unit: int, role: Role) -> bool:
         """True when steps leave this buffer in memory."""
-        return (unit, role) in self._regions
+        return (unit, role) in self._unwritten
 
     @property
     def active(self) -> bool:
         """True when generations count in memory until `write`."""
-        return bool(self._regions)
+        return bool(self._unwritten)
 
     def remember(
         self, generation: int, payload: bytes, sums: Mapping[int, Mapping[Role, bytes]]

@@ -21,7 +21,6 @@ from offload.kernels import tensor_key
 from offload.optim.pipeline import (
     AFTER_RELEASE,
     CHUNK,
-    COPY_IN,
     SEGMENT,
     UPDATE_COPY,
     UPDATE_ROLES,
@@ -49,9 +48,10 @@ WEIGHT_FORMATS = {"bfloat16": int(lib.SIMD_BF16), "float16": int(lib.SIMD_F16)}
 class StreamPlace:
     """Where one role of a unit comes from and goes to.
 
-    A chunk with a host address is updated there, in place, and written from there; without one it
-    is read into a slot; without either it starts as zeros.  Host memory holds each chunk's bytes
-    rounded up to 4096, and may be filled until the unit's release.
+    A chunk with a host address is updated there, in place, and written from there; without one in a
+    slot.  With a source address it is copied from there first, else read where it is in a slot;
+    without any it starts as zeros.  Host memory holds each chunk's bytes rounded up to 4096, and
+    may be filled until the unit's release.
     """
 
     # Of the flat buffer; or (num_chunks,), one address per chunk, 0: none.
@@ -60,7 +60,7 @@ class StreamPlace:
     write: tuple[aio.File, int] | None = None
     elem_bytes: int = 0  # of the gradient; 0: what the unit's table says
     format: int = 0  # enum simd_format, of the gradient
-    copy_in: bool = False  # host memory is left as it is: copied when the kernel is about to run
+    source_address: int | None = None  # of memory that is left as it is
     after_release: bool = False  # the file is read then, not before: it is still being written
 
     @classmethod
@@ -170,12 +170,12 @@ def _fill_stream(
         stream["host"] = np.where(present, place.host_address, 0)
     elif place.host_address:
         stream["host"] = np.where(present, offsets + np.uint64(place.host_address), 0)
-    if place.copy_in:
-        stream["flags"][stream["host"] != 0] = COPY_IN
+    if place.source_address:
+        stream["source"] = np.where(present, offsets + np.uint64(place.source_address), 0)
     if place.read is not None:
         file, offset = place.read
         if place.after_release:
-            stream["flags"][stream["host"] == 0] = AFTER_RELEASE
+            stream["flags"][(stream["host"] == 0) & (stream["source"] == 0)] = AFTER_RELEASE
         stream["read_file"] = np.where(present, file_address(file), 0)
         stream["read_offset"] = np.where(present, offsets + np.uint64(offset), 0)
     if place.write is not None:

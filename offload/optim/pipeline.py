@@ -34,13 +34,13 @@ from offload.partition.states import SCALES, STATES, STORE_ALIGN_BYTES, Role
 UPDATE_ROLES = (Role.PARAM, Role.MASTER_LO, Role.MASTER, *STATES, *SCALES, Role.GRAD)
 _SOME_HAVE = frozenset({Role.MASTER, *SCALES})
 UPDATE_COPY: int = lib.UPDATE_COPY  # a segment's row: copied through
-COPY_IN: int = lib.UPDATE_COPY_IN  # flags of a STREAM: see update.h
-AFTER_RELEASE: int = lib.UPDATE_AFTER_RELEASE
+AFTER_RELEASE: int = lib.UPDATE_AFTER_RELEASE  # flag of a STREAM: see update.h
 _SIGNAL_POLL_S = 0.1  # a wait looks for Ctrl-C this often; the end of the wait itself is not polled
 
 STREAM = np.dtype(
-    [("host", "<u8"), ("read_file", "<u8"), ("read_offset", "<u8"), ("write_file", "<u8"),
-     ("write_offset", "<u8"), ("elem_bytes", "<u4"), ("format", "<u2"), ("flags", "<u2")]
+    [("host", "<u8"), ("source", "<u8"), ("read_file", "<u8"), ("read_offset", "<u8"),
+     ("write_file", "<u8"), ("write_offset", "<u8"), ("elem_bytes", "<u4"), ("format", "<u2"),
+     ("flags", "<u2")]
 )  # fmt: skip
 CHUNK = np.dtype(
     [("deadline", "<u8"), ("unit", "<u4"), ("num_elems", "<u4"), ("first_segment", "<u4"),

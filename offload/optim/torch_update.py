@@ -24,7 +24,7 @@ from offload.errors import StateError
 from offload.optim import torch_step
 from offload.optim.chunks import GRAD_FORMATS
 from offload.optim.packing import Packing
-from offload.optim.pipeline import COPY_IN, UPDATE_COPY, UPDATE_ROLES, file_address
+from offload.optim.pipeline import UPDATE_COPY, UPDATE_ROLES, file_address
 from offload.optim.torch_rule import TorchRule
 from offload.optim.torch_step import TorchRow
 from offload.partition.unit import STORE_ALIGN_BYTES, Role, round_up
@@ -83,7 +83,10 @@ class ChunkMemory:
         return [
             (role, self._work.files[int(stream["read_file"])], memory, int(stream["read_offset"]))
             for role, stream in self._streams.items()
-            if not stream["host"] and stream["read_file"] and len(memory := self._memory[role])
+            if stream["read_file"]
+            and not stream["host"]
+            and not stream["source"]
+            and len(memory := self._memory[role])
         ]
 
     def writes(self) -> list[Transfer]:
@@ -98,8 +101,8 @@ class ChunkMemory:
         """Complete what is not read: copies of resident memory, zeros, rounded masters."""
         for role, stream in self._streams.items():
             memory = self._memory[role]
-            if stream["flags"] & COPY_IN:
-                memory[:] = _host(int(stream["host"]), len(memory))
+            if stream["source"]:
+                memory[:] = _host(int(stream["source"]), len(memory))
             elif not stream["host"] and not stream["read_file"]:
                 memory[:] = bytes(len(memory))
         if self.weights.apart:
@@ -145,7 +148,7 @@ class ChunkMemory:
         start = 0
         for role, stream in self._streams.items():
             size = round_up(self._data_bytes(role), STORE_ALIGN_BYTES)
-            if stream["host"] and not stream["flags"] & COPY_IN:
+            if stream["host"]:
                 found[role] = _host(int(stream["host"]), size)
                 continue
             found[role] = slot[start : start + size]

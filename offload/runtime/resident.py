@@ -5,15 +5,19 @@
                              '-------------------------------------------'
                                      forget(u): dropped, or rewritten on disk --> STALE
 
+    with copies           CURRENT --bet(u): its update runs on the copies--> BESIDE
+                             ^                kept: they change places, forget(u) |
+                             '----------------------------------------------------'
+
 A buffer is read and updated in place; what the update makes is still written to the other side, so
 the committed generation is always on disk, and going back means reading it.  With
-durability="none" nothing is: updates wait for the norm, and engine/write_back.py saves.
+durability="none" nothing is (engine/write_back.py saves): only updates on copies run ahead.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Protocol
 
 import torch
@@ -51,6 +55,7 @@ class Holding(enum.Enum):
 
     CURRENT = "the generation that readers see; with a step under way, once its update has ended"
     AHEAD = "an update whose step is not decided"
+    BESIDE = "as CURRENT; the copies hold an update whose step is not decided"
     STALE = "nothing of use: read them again"
 
 
@@ -58,9 +63,13 @@ class ResidentBuffers:
     """Owns the regions of resident buffers.  Called from hooks and step(), one at a time."""
 
     def __init__(
-        self, regions: Mapping[tuple[int, Role], Region], queue: aio.Queue, source: Source
-    ) -> None:
+        self, regions: dict[tuple[int, Role], Region], queue: aio.Queue, source: Source, *,
+        copies: dict[tuple[int, Role], Region],
+    ) -> None:  # fmt: skip
+        """`copies`: other memory, for all buffers of some units; both change as places do."""
         self._regions = regions
+        self._copies = copies
+        self._turns = dict.fromkeys((unit for unit, _ in copies), False)  # where current is
         self._queue = queue
         self._source = source
         units = {unit for unit, _ in regions}
@@ -79,8 +88,16 @@ class ResidentBuffers:
         return self._regions.get((unit, role)) if self._is_current(unit) else None
 
     def region(self, unit: int, role: Role) -> Region | None:
-        """Where an update of the unit works on `role`; call `reload` first."""
+        """Where an update of the unit finds `role`; call `reload` first."""
         return self._regions.get((unit, role))
+
+    def copy(self, unit: int, role: Role) -> Region | None:
+        """Where an update ahead of step() works instead; None: in place."""
+        return self._copies.get((unit, role))
+
+    def turn(self, unit: int) -> bool:
+        """Another value: `region` and `copy` of the unit have changed places."""
+        return self._turns.get(unit, False)
 
     def reload(self, units: Iterable[int], *, deadline: int = 0) -> dict[Role, int]:
         """Read what is stale of `units`, and wait; bytes by role."""
@@ -101,6 +118,9 @@ class ResidentBuffers:
             moved[role] = moved.get(role, 0) + extent.num_bytes
         for ticket in tickets:
             ticket.wait()
+        for key, copy in self._copies.items():
+            if key[0] in stale:  # frozen tensors, which no update carries over
+                copy.view[:] = self._regions[key].view
         self._holding.update(dict.fromkeys(stale, Holding.CURRENT))
         return moved
 
@@ -108,18 +128,29 @@ class ResidentBuffers:
         """From now on an undecided update changes the unit's buffers."""
         if unit in self._holding:
             self._settle(unit)
-            self._holding[unit] = Holding.AHEAD
+            self._holding[unit] = Holding.BESIDE if unit in self._turns else Holding.AHEAD
 
     def keep(self, units: Iterable[int]) -> None:
         """The updates of `units` are those of the step: their buffers hold its generation."""
         for unit in units:
-            if self._holding.get(unit) is Holding.AHEAD:
+            if self._holding.get(unit) is Holding.BESIDE:
+                for key in [(unit, role) for role in Role if (unit, role) in self._copies]:
+                    self._regions[key], self._copies[key] = self._copies[key], self._regions[key]
+                self._turns[unit] = not self._turns[unit]
+            if self._holding.get(unit) in (Holding.AHEAD, Holding.BESIDE):
                 self._holding[unit] = Holding.CURRENT
 
-    def forget(self, unit: int) -> None:
-        """What the unit's buffers hold is not what readers see, if an update has touched them."""
-        if self._holding.get(unit) is Holding.AHEAD:
+    def forget(self, unit: int) -> bool:
+        """An update of the unit is dropped: readers see what was before; True: copies save them.
+
+        Else its buffers hold nothing of use, if the update has touched them.
+        """
+        beside = self._holding.get(unit) is Holding.BESIDE
+        if beside:
+            self._holding[unit] = Holding.CURRENT
+        elif self._holding.get(unit) is Holding.AHEAD:
             self._holding[unit] = Holding.STALE
+        return beside
 
     def rewritten(self, units: Iterable[int]) -> None:
         """The store holds something else of `units` now."""
@@ -143,4 +174,4 @@ class ResidentBuffers:
             copied.wait()
 
     def _is_current(self, unit: int) -> bool:
-        return self._holding.get(unit) is Holding.CURRENT
+        return self._holding.get(unit) in (Holding.CURRENT, Holding.BESIDE)

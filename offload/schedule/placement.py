@@ -4,6 +4,7 @@ gets.
     host budget  = persistent state + fetch, update and spill slots + held gradients + resident
                    (small tensors)    (weights in, the chain, gradients out)         (resident.py)
                    + landing slots, where gradients come from a device with memory of its own
+                 + copies to go back to (undo.py)
 
 The device budget is divided in device.py.
 
@@ -23,6 +24,7 @@ from offload.errors import BudgetError
 from offload.partition.states import FP32_MOMENTS, StateTable
 from offload.partition.unit import STORE_ALIGN_BYTES, Role, Unit, round_up
 from offload.schedule.resident import Candidate, choose
+from offload.schedule.undo import HELD, Undo
 
 MAX_CHUNK_ELEMS = 1 << 20  # 4 Mi gained nothing and moved in lumps
 SUM_BYTES = 4  # of a gradient in a slot: any may become an fp32 sum
@@ -72,6 +74,7 @@ class Placement:
     unwritten: frozenset[tuple[int, Role]] = frozenset()  # ... of which steps write nothing
     landing_slots: int = 0
     landing_slot_bytes: int = 0
+    undo: Undo = HELD  # of updates that run ahead of step()
 
     @property
     def resident_bytes(self) -> int:
@@ -97,7 +100,8 @@ class Placement:
 
     @property
     def total_bytes(self) -> int:
-        return self.persistent_bytes + self.slot_bytes + self.held_bytes + self.resident_bytes
+        parts = self.persistent_bytes + self.slot_bytes + self.held_bytes + self.resident_bytes
+        return parts + self.undo.num_bytes
 
 
 def grad_bytes(unit: Unit, formats: Formats) -> int:

@@ -94,6 +94,7 @@ class Plan:
             f"host    {in_bytes(place.total_bytes)} = {in_bytes(place.persistent_bytes)} small"
             f" tensors + {in_bytes(place.slot_bytes)} slots + {in_bytes(place.held_bytes)}"
             f" gradients + {in_bytes(place.resident_bytes)} weights and state that stay"
+            + (f" + {in_bytes(place.undo.num_bytes)} copies" if place.undo.copied else "")
         )
         yield (
             f"slots   {place.fetch_slots} fetch of {in_bytes(place.fetch_slot_bytes)},"
@@ -102,6 +103,7 @@ class Plan:
             f" {place.landing_slots} landing of {in_bytes(place.landing_slot_bytes)};"
             f" chunks of {place.chunk_elems:,} elements"
         )
+        yield from place.undo.lines()
         sides = "side" if self.space.num_sides == 1 else "sides"
         yield (
             f"disk    {in_bytes(self.space.total)} = {self.space.num_sides} {sides} of"

@@ -107,6 +107,7 @@ def _parts(
     fill = _filled_bytes(layout, uses) / speeds.fill
     take = uses.micro_steps * sum(map(layout.taken_bytes, layout.all_units)) / speeds.take
     update = sum(_update_bytes(layout, unit) for unit in layout.all_units) / speeds.update
+    update += 2 * layout.placement.undo.num_bytes / speeds.take  # on one thread
     on_one_thread = take
     on_all = model + fill
     cpu = threads.compute * on_all + on_one_thread + threads.update * update

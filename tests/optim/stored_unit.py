@@ -79,12 +79,14 @@ class StoredUnit:
 
     unit: Unit
     folder: Path
-    # "disk"; "late": read after the release; "host"; "copy": of host memory; "zero"
+    # "disk"; "late": read after the release; "host"; "copy": of host memory, in a slot; "beside":
+    # of host memory, in other host memory; "zero"
     placement: Mapping[Role, str]
     grad_dtype: str = "bfloat16"
     seed: int = 0
     initial: dict[Role, torch.Tensor] = field(default_factory=dict)
     memory: dict[Role, aio.Buffer] = field(default_factory=dict)
+    beside: dict[Role, aio.Buffer] = field(default_factory=dict)
     files: dict[tuple[Role, str], aio.File] = field(default_factory=dict)
     before: dict[Role, bytes] = field(default_factory=dict)  # side B
 
@@ -94,9 +96,11 @@ class StoredUnit:
         for role, tensor in self.initial.items():
             if self.placement[role] == "zero":
                 tensor.zero_()
-            if self.placement[role] in ("host", "copy"):
+            if self.placement[role] in ("host", "copy", "beside"):
                 self.memory[role] = aio.Buffer(self.num_bytes(role))
                 self._view(role)[:] = tensor.view(torch.uint8)
+                if self.placement[role] == "beside":
+                    self.beside[role] = aio.Buffer(self.num_bytes(role))
             else:
                 self._write_file(role, "a", tensor)
             before = torch.zeros_like(tensor)
@@ -154,11 +158,12 @@ class StoredUnit:
 
     def _place(self, role: Role) -> StreamPlace:
         where = self.placement[role]
+        memory = {"host": self.memory, "beside": self.beside}.get(where)
         place = StreamPlace(
-            host_address=self.memory[role].address if role in self.memory else None,
+            host_address=memory[role].address if memory else None,
+            source_address=self.memory[role].address if where in ("copy", "beside") else None,
             read=(self.files[role, "a"], 0) if where in ("disk", "late") else None,
             write=None if role is Role.GRAD else (self.files[role, "b"], 0),
-            copy_in=where == "copy",
             after_release=where == "late",
         )
         if role is not Role.GRAD:

@@ -117,9 +117,8 @@ static void place_late(update_chunk *chunk, uint32_t submitter, uint32_t index, 
 {
     update_stream *weights = &chunk->streams[UPDATE_PARAM], *gradients = &chunk->streams[UPDATE_GRAD];
     if ((index + round) % 2) {
-        weights->host = host_weights[submitter][index];
+        weights->source = host_weights[submitter][index];
         weights->read_file = NULL;
-        weights->flags = UPDATE_COPY_IN;
     } else {
         weights->flags = UPDATE_AFTER_RELEASE;
     }

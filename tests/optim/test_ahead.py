@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -12,7 +11,7 @@ from stored_unit import ROWS, StoredUnit, assert_updated, chunks_of, submit
 import aio
 from aio.faults import Faults
 from offload.errors import StateError, StoreError
-from offload.optim.pipeline import UPDATE_ROLES
+from offload.optim.pipeline import AFTER_RELEASE, UPDATE_ROLES
 from offload.partition.unit import Role
 
 ON_REQUEST = pytest.mark.parametrize("queue", ["faults"], indirect=True)
@@ -164,26 +163,20 @@ def test_a_transfer_that_the_queue_refuses_ends_the_job_and_frees_the_slot(
     assert_updated(good)
 
 
-def test_a_late_read_needs_a_file_and_a_copy_needs_memory(open_pipeline, store_unit):
+def test_a_late_read_needs_a_file_and_a_copy_room_in_the_slot(open_pipeline, store_unit):
     pipeline = open_pipeline(grad_elem_bytes=2)
 
-    def refused(stored: StoredUnit, change: Callable[[np.ndarray], None]) -> None:
+    def refused(stored: StoredUnit, flags: int) -> None:
         chunks, segments = chunks_of(stored)
-        change(chunks["streams"])
+        chunks["streams"]["flags"][0, -1] = flags
         with pytest.raises(StateError, match="inconsistent"):
             pipeline.submit(chunks, segments, ROWS, np.ones(1, np.uint8))
 
-    def flag(value: int) -> Callable[[np.ndarray], None]:
-        def change(streams: np.ndarray) -> None:
-            streams["flags"][0, -1] = value
-
-        return change
-
-    refused(store_unit("disk"), flag(1))
-    refused(store_unit("host", placement={Role.GRAD: "host"}), flag(2))
+    for place in ("host", "copy", "zero"):
+        refused(store_unit(place, placement={Role.GRAD: place}), AFTER_RELEASE)
     # fp32 gradients in memory are used there; a copy does not fit into slots for 16 bits
+    refused(store_unit("wide", placement={Role.GRAD: "copy"}, grad_dtype="float32"), 0)
     settings = {"placement": {Role.GRAD: "host"}, "grad_dtype": "float32"}
-    refused(store_unit("wide", **settings), flag(1))
     stored = store_unit("fits", **settings)
     submit(pipeline, stored).wait()
     assert_updated(stored)

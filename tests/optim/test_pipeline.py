@@ -42,10 +42,10 @@ def test_gradients_of_every_format_are_read_in_that_format(grad_dtype, open_pipe
 
 
 CHOICES = {
-    Role.PARAM: ["disk", "host", "copy"],
+    Role.PARAM: ["disk", "host", "copy", "beside"],
     Role.MASTER_LO: ["disk", "host"],
     Role.EXP_AVG: ["disk", "host", "zero"],
-    Role.EXP_AVG_SQ: ["disk", "zero"],
+    Role.EXP_AVG_SQ: ["disk", "zero", "beside"],
     Role.GRAD: ["disk", "host", "late"],
 }
 
@@ -59,8 +59,13 @@ def test_every_mix_of_disk_memory_and_zeros_gives_the_same_bits(open_pipeline, s
         assert_updated(stored)
         expected = stored.expected(ROWS, row_of(stored))
         for role in stored.memory.keys() - {Role.GRAD}:
-            after = stored.before_update(role) if placement[role] == "copy" else expected[role]
+            stays = placement[role] in ("copy", "beside")
+            after = stored.before_update(role) if stays else expected[role]
             assert stored.in_memory(role) == after, (placement, role)
+        for role in stored.beside:
+            num_bytes = stored.initial[role][: stored.unit.trainable_elems].nbytes
+            made = bytes(stored.beside[role].view[:num_bytes])
+            assert expected[role].startswith(made), (placement, role)
         stored.close()
 
 

@@ -34,7 +34,12 @@ SOME = {**NONE, "host_memory": "700KiB"}  # weights, and the state of some units
 SMALL_TOO = {**EVERYTHING, "param_persistence_threshold": 1000}
 
 
-@pytest.fixture(params=[EVERYTHING, SOME, SMALL_TOO], ids=["everything", "some", "small too"])
+AHEAD = {**EVERYTHING, "overlap": "speculate"}
+
+
+@pytest.fixture(
+    params=[EVERYTHING, SOME, SMALL_TOO, AHEAD], ids=["everything", "some", "small too", "ahead"]
+)
 def settings(request):
     return request.param
 
