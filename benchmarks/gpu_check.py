@@ -1,212 +1,187 @@
-"""What a machine with a GPU must show, in one run of a few minutes.
+"""What a machine with a GPU must show, in one run of less than eight minutes.
 
-    python benchmarks/gpu_check.py [--folder DIR] [--out FILE] [--trace FILE]
+    python benchmarks/gpu_check.py --out DIR [--folder DRIVE]
 
-Runs the GPU tests (clip rates and an Inf on every placement among them), then times a step
-offloaded and in the device's memory, the same model and batches, interleaved in rounds.  Then two
-steps are profiled: how much of the copies in and out ran while kernels did; `--trace` keeps their
-timeline for Perfetto, `--timeline` the engine's own.  Ends with one JSON object, also written to
-FILE.  Status 1: a test failed or there is no CUDA device.
+    machine    versions, the device
+    tests      tests/gpu: clip rates and an Inf on every placement, training equal to memory
+    memory     a step in the device's memory
+    streamed   weights and state in host memory, a device budget of a few units: copies beside
+               compute
+    disk       the same from the drive, with every step committed
+    fitting    as the defaults have it
+
+Each part is a process with a time limit, so that one that fails or hangs costs no other; after
+each one DIR/result.json is written again.  DIR also gets the output of every part and the
+profiler's traces (for Perfetto).  Needs torch, click, numpy, safetensors, tqdm, cffi, pytest and
+the built extension; no network.  `--dry-run` goes through all of it on the processor, with a tiny
+model.  Status 1: a part failed, or there is no CUDA device.
 """
 
 from __future__ import annotations
 
 import json
-import statistics
+import os
+import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
-from itertools import islice
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import click
-import torch
-from step_model import GPT, Shape, batches
-
-from offload import OffloadEngine
 
 HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent
+LIMITS_S = {
+    "machine": 40, "tests": 180, "memory": 50, "streamed": 90, "disk": 80, "fitting": 60
+}  # fmt: skip
+SMALL = {"width": 64, "depth": 2, "vocab": 64, "seq": 32, "batch": 1}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "streamed": {
+        "placement": "host", "durability": "none", "host_memory": "20GiB", "device_memory": "1GiB"
+    },
+    "disk": {"placement": "disk", "host_memory": "4GiB", "device_memory": "1GiB"},
+    "fitting": {"host_memory": "20GiB"},
+}  # fmt: skip
+STEPS = {"disk": 3}  # a drive may take seconds for one
+SMALL_SETTINGS = {"host_memory": "16MiB", "device_memory": "2MiB"}
 
 
-def run_tests() -> dict[str, Any]:
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-m",
-        "gpu",
-        str(HERE.parent / "tests" / "gpu"),
-    ]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=240)
-    return {"status": run.returncode, "tail": run.stdout.splitlines()[-8:]}
+@dataclass(frozen=True)
+class Check:
+    """The command line; see its help."""
+
+    out: Path
+    store: Path
+    shape: dict[str, int]
+    steps: int
+    dry: bool
+
+    def command(self, part: str) -> list[str]:
+        """What runs a part; all but the tests leave their result in a file."""
+        if part == "tests":
+            # The options in pyproject.toml ask for plugins that may not be there.
+            options = ["-q", "-rfE", "-m", "gpu", "-o", "addopts=", "-p", "no:cacheprovider"]
+            return [sys.executable, "-m", "pytest", *options, str(ROOT / "tests" / "gpu")]
+        kind = part if part in ("machine", "memory") else "offload"
+        job: dict[str, Any] = {"part": kind, "device": "cpu" if self.dry else "cuda"}
+        if part != "machine":
+            folder = self.store / part
+            folder.mkdir()
+            steps = min(self.steps, STEPS.get(part, self.steps))
+            job |= {"shape": self.shape, "steps": steps, "folder": str(folder)}
+            job["trace"] = str(self.out / f"{part}-trace.json")
+        if kind == "offload":
+            small = SMALL_SETTINGS if self.dry else {}
+            timeline = {"timeline_path": str(self.out / f"{part}-timeline.json")}
+            job["settings"] = SETTINGS[part] | small | timeline
+        return [sys.executable, str(HERE / "gpu_step.py"), json.dumps(job), str(self.result(part))]
+
+    def result(self, part: str) -> Path:
+        return self.out / f"{part}.json"
 
 
-def in_memory(shape: Shape) -> Callable[[Any, Any], float]:
-    """bf16 weights, fp32 masters, fused AdamW, all on the device."""
-    torch.manual_seed(0)
-    model = GPT(shape).to("cuda", torch.bfloat16)
-    masters = [param.detach().float().clone() for param in model.parameters()]
-    optimizer = torch.optim.AdamW(masters, lr=1e-4, weight_decay=0.01, fused=True)
-
-    def step(x: Any, y: Any) -> float:
-        loss = model(x, y)
-        loss.backward()
-        for master, param in zip(masters, model.parameters(), strict=True):
-            master.grad, param.grad = param.grad.float(), None
-        optimizer.step()
-        with torch.no_grad():
-            for master, param in zip(masters, model.parameters(), strict=True):
-                param.copy_(master)
-        return float(loss.item())
-
-    return step
-
-
-def offloaded(
-    shape: Shape, folder: Path, timeline: Path | None
-) -> tuple[OffloadEngine, Callable[[Any, Any], float]]:
-    torch.manual_seed(0)
-    model = GPT(shape).to(torch.bfloat16)
-    engine = OffloadEngine(
-        model, nvme_path=folder, lr=1e-4, weight_decay=0.01, device="cuda", resume=False,
-        timeline_path=timeline,
-    )  # fmt: skip
-
-    def step(x: Any, y: Any) -> float:
-        loss = engine(x, y)
-        engine.backward(loss)
-        engine.step()
-        return float(loss.item())
-
-    return engine, step
-
-
-def profiled(step: Callable[[Any, Any], float], data: list[Any], trace: Path) -> dict[str, float]:
-    """Run some steps under torch's profiler; leave its trace, return what copies did beside it."""
-    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=activities) as profile:
-        timed(step, data)
-    profile.export_chrome_trace(str(trace))
-    return overlap(json.loads(trace.read_text())["traceEvents"])
-
-
-def overlap(events: list[dict[str, Any]]) -> dict[str, float]:
-    """Seconds of kernels and of copies by direction, and the share of each beside kernels."""
-    spans: dict[str, list[tuple[float, float]]] = {"kernels": [], "HtoD": [], "DtoH": []}
-    for event in events:
-        span = (float(event.get("ts", 0)), float(event.get("ts", 0)) + float(event.get("dur", 0)))
-        if event.get("cat") == "kernel":
-            spans["kernels"].append(span)
-        elif event.get("cat") == "gpu_memcpy":
-            for direction in ("HtoD", "DtoH"):
-                if direction in event["name"]:
-                    spans[direction].append(span)
-    kernels = merged(spans["kernels"])
-    told = {"kernel_s": sum(stop - start for start, stop in kernels) * 1e-6}
-    for direction in ("HtoD", "DtoH"):
-        copies = merged(spans[direction])
-        total = sum(stop - start for start, stop in copies)
-        both = sum(
-            max(min(stop, end) - max(start, begin), 0.0)
-            for start, stop in copies
-            for begin, end in kernels
+def run_part(command: list[str], log: Path, limit_s: float) -> dict[str, Any]:
+    """Run a command, at most `limit_s`, its output to `log`; never raises."""
+    start = time.monotonic()
+    paths = [str(ROOT), str(HERE), os.environ.get("PYTHONPATH", "")]
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "HF_HUB_OFFLINE": "1"}
+    status: int | str
+    with log.open("w") as output:
+        child = subprocess.Popen(
+            command, stdout=output, stderr=subprocess.STDOUT, env=env, start_new_session=True
         )
-        told[f"{direction}_s"] = total * 1e-6
-        told[f"{direction}_beside_kernels"] = both / total if total else 0.0
-    return told
+        try:
+            status = child.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            status = "timeout"
+        finally:
+            if child.poll() is None:
+                os.killpg(child.pid, signal.SIGKILL)
+                child.wait()
+    tail = log.read_text(errors="replace").splitlines()[-25:]
+    return {"status": status, "seconds": round(time.monotonic() - start, 1), "tail": tail}
 
 
-def merged(spans: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The union of spans, in order."""
-    union: list[tuple[float, float]] = []
-    for start, stop in sorted(spans):
-        if union and start <= union[-1][1]:
-            union[-1] = (union[-1][0], max(union[-1][1], stop))
-        else:
-            union.append((start, stop))
-    return union
+def checks(parts: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """What the parts show together: losses, ratios, shares of copies beside kernels."""
+    found: dict[str, Any] = {}
+    memory = parts.get("memory", {}).get("result")
+    for part in SETTINGS:
+        ours = parts.get(part, {}).get("result")
+        if ours is None or "losses" not in ours:
+            continue
+        copies = ours.get("copies", {})
+        told = {name: copies[name] for name in copies if name.endswith("_beside_kernels")}
+        if memory is not None and "losses" in memory:
+            pairs = zip(ours["losses"], memory["losses"], strict=False)
+            told["of_memory"] = ours["step_s"] / memory["step_s"]
+            told["largest_loss_difference"] = max(abs(a - b) for a, b in pairs)
+        found[part] = told
+    return found
 
 
-def timed(step: Callable[[Any, Any], float], data: list[Any]) -> tuple[list[float], list[float]]:
-    seconds, losses = [], []
-    for x, y in data:
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        losses.append(step(x, y))
-        torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - start)
-    return seconds, losses
-
-
-def compare(
-    shape: Shape, store: Path, *, rounds: int, steps: int, trace: Path | None,
-    timeline: Path | None,
-) -> dict[str, Any]:  # fmt: skip
-    """Time both in rounds, profile ours; seconds, losses, copies, the engine's own account."""
-    data = [(x.cuda(), y.cuda()) for x, y in islice(batches(shape), rounds * steps + 3)]
-    memory_step = in_memory(shape)
-    engine, offload_step = offloaded(shape, store, timeline)
-    with engine:
-        for step in (memory_step, offload_step):
-            timed(step, data[:2])
-        ours, theirs = [], []
-        for index in range(rounds):
-            part = data[2 + index * steps : 2 + (index + 1) * steps]
-            theirs.append(timed(memory_step, part))
-            ours.append(timed(offload_step, part))
-        metrics = engine.metrics.last
-        copies = profiled(offload_step, data[:2], trace or store / "trace.json")
-    seconds = {
-        name: statistics.median(statistics.median(seconds) for seconds, _ in runs)
-        for name, runs in (("offload", ours), ("in_memory", theirs))
-    }
-    pairs = zip(ours, theirs, strict=True)
-    return {
-        "metrics": metrics,
-        "copies": copies,
-        "step_s": seconds,
-        "ratio": seconds["offload"] / seconds["in_memory"],
-        "largest_loss_difference": max(
-            abs(a - b) for o, t in pairs for a, b in zip(o[1], t[1], strict=True)
-        ),
-    }
+def show(part: str, found: dict[str, Any]) -> None:
+    """A few lines for people; the rest is in the JSON file."""
+    result = found.get("result", {})
+    click.echo(f"{part}: status {found['status']}, {found['seconds']} s")
+    if found["status"] != 0 or part == "tests":
+        click.echo("\n".join(f"    {line}" for line in found["tail"]))
+    if part == "machine":
+        click.echo(f"    {result}")
+    if "step_s" in result:
+        click.echo(f"    step {result['step_s']:.3f} s, losses {result['losses'][:3]}")
+        bound = result.get("metrics", {}).get("bound", {})
+        click.echo(f"    {bound.get('sentence', '')}")
+        for line in result.get("copies", {}).get("picture", []):
+            click.echo(f"    {line}")
 
 
 @click.command()
+@click.option("--out", type=click.Path(path_type=Path), default=Path("gpu_check"))
 @click.option("--folder", type=click.Path(path_type=Path), default=None, help="On a local drive.")
-@click.option("--out", type=click.Path(path_type=Path), default=None)
-@click.option("--trace", type=click.Path(path_type=Path), default=None, help="Of the profiler.")
-@click.option("--timeline", type=click.Path(path_type=Path), default=None, help="The engine's.")
-@click.option("--rounds", type=click.IntRange(1), default=3, show_default=True)
-@click.option("--steps", type=click.IntRange(1), default=6, show_default=True)
+@click.option("--limit", default=460.0, show_default=True, help="Seconds for all of it.")
+@click.option("--part", "wanted", multiple=True, type=click.Choice(list(LIMITS_S)))
+@click.option("--dry-run", is_flag=True, help="On the processor, with a tiny model.")
+@click.option("--steps", type=click.IntRange(2), default=8, show_default=True)
 @click.option("--width", default=2048, show_default=True)
-@click.option("--depth", default=12, show_default=True)
+@click.option("--depth", default=8, show_default=True)
+@click.option("--vocab", default=8192, show_default=True)
 @click.option("--seq", default=1024, show_default=True)
-def main(folder: Path | None, out: Path | None, **options: Any) -> None:
-    """Run everything; print one JSON object."""
-    if not torch.cuda.is_available():
-        raise click.ClickException("no CUDA device: nothing was checked.")
-    result: dict[str, Any] = {
-        "device": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "tests": run_tests(),
-    }
-    shape = Shape(**{name: options.pop(name) for name in ("width", "depth", "seq")})
-    with tempfile.TemporaryDirectory(dir=folder) as store:
-        result |= compare(shape, Path(store), **options)
-    result |= {
-        "parameters": shape.num_params,
-        "peak_device_bytes": torch.cuda.max_memory_allocated(),
-    }
-    text = json.dumps(result, indent=1, default=str)
-    click.echo(text)
-    if out:
-        out.write_text(text + "\n")
-    sys.exit(1 if result["tests"]["status"] else 0)
+@click.option("--batch", default=16, show_default=True)
+def main(
+    out: Path, folder: Path | None, limit: float, wanted: tuple[str, ...], dry_run: bool,
+    steps: int, **shape: int,
+) -> None:  # fmt: skip
+    """Run the parts; print what they show and write it to OUT."""
+    until = time.monotonic() + limit
+    out = out.resolve()
+    out.mkdir(parents=True, exist_ok=True)
+    parts: dict[str, dict[str, Any]] = {}
+    with tempfile.TemporaryDirectory(dir=folder, ignore_cleanup_errors=True) as store:
+        check = Check(
+            out, Path(store), SMALL if dry_run else shape, 2 if dry_run else steps, dry_run
+        )
+        for part in [
+            each for each in LIMITS_S if each == "machine" or each in (wanted or LIMITS_S)
+        ]:
+            left = max(until - time.monotonic(), 1.0)
+            found = run_part(check.command(part), out / f"{part}.log", min(LIMITS_S[part], left))
+            if check.result(part).exists():
+                found["result"] = json.loads(check.result(part).read_text())
+            parts[part] = found
+            write(out / "result.json", parts)
+            show(part, found)
+            if part == "machine" and not dry_run and not found.get("result", {}).get("device"):
+                raise click.ClickException("no CUDA device: nothing was checked.")
+    click.echo(json.dumps({"checks": checks(parts)}, indent=1))
+    sys.exit(any(found["status"] != 0 for found in parts.values()))
+
+
+def write(path: Path, parts: dict[str, dict[str, Any]]) -> None:
+    path.write_text(json.dumps({"parts": parts, "checks": checks(parts)}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
