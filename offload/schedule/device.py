@@ -1,7 +1,7 @@
 """Divide the device budget: what must fit, and the units whose weights stay gathered.
 
-    device budget >= largest unit's weights and gradients + small tensors and theirs + one prefetch
-                     + state that is placed there
+    device budget >= largest unit's weights + one prefetch + most gradients of a unit
+                     + tied gradients + small tensors and theirs + state that is placed there
     beside a GPU     another unit's gradients, which are copied out while that one computes
     what is left     weights of front units, then filled once a step instead of at each use
 
@@ -11,7 +11,7 @@ are brought up to date in place: from host memory where its weights stay there t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from offload.config import Wanted
 from offload.errors import BudgetError
@@ -24,18 +24,52 @@ def weight_bytes(units: Sequence[Unit], formats: Formats) -> int:
     return sum(unit.num_elems * formats.compute_of(unit) for unit in units)
 
 
+def gradient_bytes(
+    units: Sequence[Unit], formats: Formats, *, alive: int = 1
+) -> dict[int, tuple[int, int]]:
+    """Device bytes of gradients while backward is in each unit, by index: of its own, and more of
+    tied weights.
+
+    Of a tied weight autograd keeps what one module gives until backward has been in the others.
+    The sum is made beside what is added, so in the last of them there are three.  `units`: all of
+    them, small tensors too.  `alive`: micro-steps whose gradients are there at once: all of them in
+    layer-major order.
+    """
+    tied = {unit.index: unit.tied_elems * formats.compute_of(unit) for unit in units}
+    waiting = sum(tied.values())
+    return {
+        unit.index: (
+            alive * unit.trainable_elems * formats.compute_of(unit),
+            alive * (waiting - tied[unit.index]) + 2 * tied[unit.index],
+        )
+        for unit in units
+    }
+
+
 def other_bytes(
     units: Sequence[Unit], persistent: Unit | None, formats: Formats, *, alive: int = 1
 ) -> int:
-    """Device bytes of the largest unit's gradients, and of small tensors and theirs.
-
-    `alive`: micro-steps whose gradients are there at once: all of them in layer-major order.
+    """Device bytes of the most gradients in a unit, and of small tensors and theirs; `alive` as for
+    `gradient_bytes`.
     """
-    fixed = alive * max((u.trainable_elems * formats.compute_of(u) for u in units), default=0)
-    if persistent is not None:
-        elems = persistent.num_elems + alive * persistent.trainable_elems
-        fixed += elems * formats.compute_of(persistent)
-    return fixed
+    return sum(size for _, size in _other_parts(units, persistent, formats, alive=alive))
+
+
+def _other_parts(
+    units: Sequence[Unit], persistent: Unit | None, formats: Formats, *, alive: int
+) -> Iterator[tuple[str, int]]:
+    gradients = f"gradients of {alive} micro-steps" if alive > 1 else "gradients"
+    small = [persistent] if persistent is not None else []
+    found = gradient_bytes([*units, *small], formats, alive=alive)
+    largest = max(units, key=lambda unit: sum(found[unit.index]), default=None)
+    if largest is not None:
+        own, tied = found[largest.index]
+        yield f"{gradients} of unit {largest.name!r}", own
+        if tied:
+            yield f"{gradients} of tied weights, in parts", tied
+    for unit in small:
+        yield "small tensors", weight_bytes([unit], formats)
+        yield f"their {gradients}", found[unit.index][0]
 
 
 def leaving_bytes(
@@ -47,7 +81,7 @@ def leaving_bytes(
     """
     if not formats.landing:
         return 0
-    size = other_bytes(units, None, formats, alive=alive)
+    size = max((own for own, _ in gradient_bytes(units, formats, alive=alive).values()), default=0)
     least = device_least_bytes(units, persistent, formats, alive=alive)
     return size if device_memory >= least + size else 0
 
@@ -90,23 +124,13 @@ def device_least_bytes(
 
 def _device_parts(
     units: Sequence[Unit], persistent: Unit | None, formats: Formats, *, alive: int, state: int = 0
-) -> list[tuple[str, int]]:
-    largest = max(units, key=lambda u: u.num_elems * formats.compute_of(u), default=None)
-    parts: list[tuple[str, int]] = []
-    gradients = f"gradients of {alive} micro-steps" if alive > 1 else "gradients"
-    if largest is not None:
-        weights = largest.num_elems * formats.compute_of(largest)
-        parts.append((f"weights of the largest unit {largest.name!r}", weights))
-        grads = alive * largest.trainable_elems * formats.compute_of(largest)
-        parts.append((f"its {gradients}", grads))
-        parts.append(("one prefetch", weights))
-    if persistent is not None:
-        size = formats.compute_of(persistent)
-        parts.append(("small tensors", persistent.num_elems * size))
-        parts.append((f"their {gradients}", alive * persistent.trainable_elems * size))
+) -> Iterator[tuple[str, int]]:
+    by_size = sorted(units, key=lambda unit: -unit.num_elems * formats.compute_of(unit))
+    for what, unit in zip(("weights of the largest unit", "one prefetch,"), by_size, strict=False):
+        yield f"{what} {unit.name!r}", weight_bytes([unit], formats)
+    yield from _other_parts(units, persistent, formats, alive=alive)
     if state:
-        parts.append(("state that is placed on the device", state))
-    return parts
+        yield "state that is placed on the device", state
 
 
 def check_device(
@@ -117,7 +141,7 @@ def check_device(
 
     `state`: bytes of state that are placed there; `alive` as for `other_bytes`.
     """
-    parts = _device_parts(units, persistent, formats, alive=alive, state=state)
+    parts = list(_device_parts(units, persistent, formats, alive=alive, state=state))
     least = sum(size for _, size in parts)
     if device_memory < least:
         arithmetic = " + ".join(f"{size:,} ({what})" for what, size in parts)

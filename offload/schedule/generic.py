@@ -108,7 +108,8 @@ class DecoderShape:
         small: list[TensorSpec] = []
         for unit, name, shape in self.tensors():
             plain = states.packs and (len(shape) < 2 or unit == "embedding")
-            spec = TensorSpec(name, shape, plain=plain)
+            tied = self.tied and unit == "embedding"
+            spec = TensorSpec(name, shape, plain=plain, tied=tied)
             kept = small if spec.num_elems < persistence_threshold else groups.setdefault(unit, [])
             kept.append(spec)
         units = [

@@ -189,7 +189,7 @@ def test_smollm2_learns_below_its_state_with_the_bits_of_memory_and_answers(
     run_example("finetune_smollm2.py", *options, "--in-memory", "--out", tmp_path / "memory")
     found = run_example(
         "finetune_smollm2.py", *options, "--out", tmp_path / "out",
-        "--compare", tmp_path / "memory", **offloading(tmp_path / "nvme", "256MiB", "352MiB"),
+        "--compare", tmp_path / "memory", **offloading(tmp_path / "nvme", "256MiB", "448MiB"),
     )  # fmt: skip
     assert "equal to" in found
     assert "Paris" in found
@@ -197,5 +197,5 @@ def test_smollm2_learns_below_its_state_with_the_bits_of_memory_and_answers(
     before, after = run["validation_loss"]
     assert after < before
     state_bytes = 12 * run["parameters"]
-    assert state_bytes / 2 > (256 + 352) << 20
+    assert state_bytes / 2 > (256 + 448) << 20
     assert run["peak_bytes_above_imports"] < 0.7 * state_bytes

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
 
 import models
 import pytest
@@ -10,8 +13,8 @@ from shapes import ELEMS, FORMATS, layout_of
 
 from offload import OffloadEngine
 from offload.errors import BudgetError
-from offload.runtime.evicted import gradient_of
-from offload.runtime.gradients import GradientKeeper
+from offload.partition.unit import TensorSpec, lay_out
+from offload.schedule.device import device_least_bytes, gradient_bytes
 from offload.schedule.presence import device_peak_bytes
 from offload.schedule.traffic import Uses
 
@@ -27,6 +30,19 @@ def test_in_layer_major_order_the_gradients_of_all_micro_steps_are_there() -> No
     assert device_peak_bytes(layout_of(), uses) == small + (1 + 3) * ELEMS * 2
 
 
+@pytest.mark.parametrize(("alive", "all_of"), [(1, 3), (4, 6)])
+def test_the_last_module_of_a_tied_weight_has_two_more_of_its_gradient(alive, all_of) -> None:
+    tied = lay_out("tied", 0, [TensorSpec("w", (64, 128), tied=True)])
+    other = lay_out("other", 1, [TensorSpec("v", (64, 64))])
+    frozen = lay_out("frozen", 2, [TensorSpec("u", (64, 64), trainable=False, tied=True)])
+    found = gradient_bytes([tied, other, frozen], FORMATS, alive=alive)
+    assert [sum(sizes) for sizes in found.values()] == [
+        all_of * ELEMS * 2, alive * (ELEMS // 2 + ELEMS) * 2, alive * ELEMS * 2,
+    ]  # fmt: skip
+    least = device_least_bytes([tied, other, frozen], None, FORMATS, alive=alive)
+    assert least == (ELEMS + ELEMS // 2 + all_of * ELEMS) * 2
+
+
 def test_the_least_budget_of_layer_major_order_keeps_no_unit_too_many(tmp_path) -> None:
     """Gradients of all micro-steps are counted when units are chosen that stay."""
 
@@ -38,7 +54,7 @@ def test_the_least_budget_of_layer_major_order_keeps_no_unit_too_many(tmp_path) 
             placement={"weights": "auto", "state": "disk"}, resume=False,
         )  # fmt: skip
 
-    with pytest.raises(BudgetError, match="its gradients of 8 micro-steps") as raised:
+    with pytest.raises(BudgetError, match="gradients of 8 micro-steps of unit") as raised:
         open_engine(1)
     least = int(str(raised.value).rpartition("device_memory=")[2].split()[0])
     weights = 4 * sum(p.numel() for p in models.build(models.Decoder, width=64).parameters())
@@ -48,64 +64,48 @@ def test_the_least_budget_of_layer_major_order_keeps_no_unit_too_many(tmp_path) 
             assert engine.plan.device_peak <= least + room
 
 
-def held_now(engine: OffloadEngine) -> int:
-    """Bytes of weights and gradients that are there, whether in use or not."""
-    parts = engine._parts
-    units = list(parts.residency.bound)
-    holders = [parameter for unit in units for parameter in unit.parameters]
-    if parts.hooks._layers is not None:
-        leaves = parts.hooks._layers._leaves
-        for index in range(engine.config.gradient_accumulation_steps):
-            holders += [
-                leaf for unit in units for leaf in leaves.of(index, unit) if leaf is not None
-            ]
-    grads = [grad for grad in map(gradient_of, holders) if grad is not None]
-    weights = sum(unit.weight_bytes for unit in units if unit._flat is not None)
-    return weights + sum(grad.nbytes for grad in grads)
+def meter_of(engine: OffloadEngine) -> Any:
+    """That of the benchmarks."""
+    path = Path(__file__).parents[2] / "benchmarks" / "device_meter.py"
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.DeviceMeter(engine)
 
 
-class Meter:
-    """The most that an engine holds, seen where gradients are about to leave."""
+def peak_of_three_steps(engine: OffloadEngine) -> int:
+    """On a thread for which autograd has counted no node yet."""
+    count, meter = engine.config.gradient_accumulation_steps, meter_of(engine)
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.peak, self.engine = 0, None
-        take = GradientKeeper.take
-
-        def watched(keeper, *bound, **then) -> None:
-            if self.engine is not None:
-                self.peak = max(self.peak, held_now(self.engine))
-            take(keeper, *bound, **then)
-
-        monkeypatch.setattr(GradientKeeper, "take", watched)
-
-    def train(self, engine: OffloadEngine) -> int:
-        """The peak of three steps, on a thread for which autograd has counted no node yet."""
-        self.engine, count = engine, engine.config.gradient_accumulation_steps
-
-        def steps() -> None:
+    def steps() -> None:
+        with meter:
             for step in range(3):
                 engine.train_batch([models.batch(count * step + i) for i in range(count)])
 
-        with ThreadPoolExecutor(1) as thread:
-            thread.submit(steps).result()
-        return self.peak
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(steps).result()
+    return meter.peak
 
 
 @pytest.mark.parametrize(("count", "order"), [(1, "horizontal"), (3, "horizontal"), (3, "layer")])
 @pytest.mark.parametrize("checkpointing", [None, "nonreentrant"])
+@pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("device_memory", [None, "4MiB"], ids=["some stay", "all stay"])
 def test_an_engine_holds_what_is_planned(
-    device_memory, checkpointing, count, order, tmp_path, monkeypatch
+    device_memory, tied, checkpointing, count, order, tmp_path
 ) -> None:
-    meter = Meter(monkeypatch)
+    model = models.build(
+        models.Decoder, width=64, num_blocks=4, checkpointing=checkpointing, tied=tied, vocab=600
+    )
     with OffloadEngine(
-        models.build(models.Decoder, width=64, num_blocks=4, checkpointing=checkpointing),
-        nvme_path=tmp_path, param_persistence_threshold=0, compute_dtype="float32", order=order,
-        gradient_accumulation_steps=count, device_memory=device_memory,
+        model, nvme_path=tmp_path, param_persistence_threshold=0, compute_dtype="float32",
+        order=order, gradient_accumulation_steps=count, device_memory=device_memory,
     ) as engine:  # fmt: skip
-        peak, plan = meter.train(engine), engine.plan
+        peak, plan = peak_of_three_steps(engine), engine.plan
     assert bool(len(plan.units) - len(plan.placement.kept)) == (device_memory is None)
-    assert 0.9 * plan.device_peak <= peak <= 1.1 * plan.device_peak
+    assert 0.95 * plan.device_peak <= peak <= 1.02 * plan.device_peak
     assert peak <= plan.device_memory
 
 
@@ -118,12 +118,9 @@ class Uneven(models.Decoder):
         return super().run_block(block, x)
 
 
-def test_layer_major_backward_goes_unit_by_unit_in_uneven_micro_batches(
-    tmp_path, monkeypatch
-) -> None:
-    meter = Meter(monkeypatch)
+def test_layer_major_backward_goes_unit_by_unit_in_uneven_micro_batches(tmp_path) -> None:
     with OffloadEngine(
         models.build(Uneven, width=64, num_blocks=4), nvme_path=tmp_path, order="layer",
         param_persistence_threshold=0, gradient_accumulation_steps=4, compute_dtype="float32",
     ) as engine:  # fmt: skip
-        assert meter.train(engine) <= engine.plan.device_peak
+        assert peak_of_three_steps(engine) <= 1.02 * engine.plan.device_peak
