@@ -152,7 +152,7 @@ def show(part: str, found: dict[str, Any]) -> None:
 @click.option("--seq", default=1024, show_default=True)
 @click.option("--batch", default=16, show_default=True)
 def main(
-    out: Path, folder: Path | None, limit: float, wanted: tuple[str, ...], dry_run: bool,
+    out: Path, folder: Path | None, *, limit: float, wanted: tuple[str, ...], dry_run: bool,
     steps: int, **shape: int,
 ) -> None:  # fmt: skip
     """Run the parts; print what they show and write it to OUT."""
