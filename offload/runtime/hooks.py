@@ -1,7 +1,7 @@
 """torch's own hooks, on the modules whose forward needs a unit, on the root, and on every
 parameter.
 
-    root pre-forward   begin FORWARD/EVAL, push saved-tensor hooks
+    root pre-forward   begin the pass (passes.py), push saved-tensor hooks
       module pre-forward   use(units)
       module post-forward  watch its outputs for backward; release(units)
     root post-forward  pop; evict what is left
@@ -15,8 +15,9 @@ hooks. Everything is removed by `close()`.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NoReturn, Protocol
 
@@ -30,6 +31,7 @@ from offload.runtime.completion import Arrivals
 from offload.runtime.gradients import GradientKeeper, drop_graphs
 from offload.runtime.horizon import Phase
 from offload.runtime.layer_major import LayerMajor
+from offload.runtime.passes import Followed, Passes, generates, whole_models
 from offload.runtime.residency import Residency
 from offload.runtime.saved import SavedViews
 
@@ -64,7 +66,7 @@ class Hooks:
         self._listener = listener
         self.last_micro_step = True  # of the backward that comes next
         self._views = SavedViews(residency.present, self._bring_back)
-        self._depth = 0  # of the root's forward
+        self._passes = Passes()
         self._arrived = [Arrivals(bound) for bound in residency.bound]
         self._calls = [0] * len(residency.bound)  # of each unit's modules in this forward
         self._handles: list[Any] = []
@@ -84,8 +86,11 @@ class Hooks:
             enter, leave = _Eager(partial(self._enter, units)), _Eager(partial(self._leave, units))
             keep(module.register_forward_pre_hook(enter, prepend=True))
             keep(module.register_forward_hook(leave, always_call=True))
-        keep(model.register_forward_pre_hook(_Eager(self._enter_root), prepend=True))
-        keep(model.register_forward_hook(_Eager(self._leave_root), always_call=True))
+        for whole in whole_models(model):
+            keep(whole.register_forward_pre_hook(_Eager(self._enter_root), prepend=True))
+            keep(whole.register_forward_hook(_Eager(self._leave_root), always_call=True))
+            if generates(whole):
+                keep(Followed(whole, partial(_generating, self)))
         for index, bound in enumerate(self._residency.bound):
             for position, parameter in enumerate(bound.parameters):
                 if parameter.requires_grad:
@@ -95,28 +100,22 @@ class Hooks:
     # --- forward
 
     def _enter_root(self, module: nn.Module, args: Any) -> None:
-        self._depth += 1
-        if self._depth > 1 or self._layers or _inside_backward():  # recomputation of the root
+        outermost = self._passes.enter()
+        if not outermost or self._layers or _inside_backward():  # recomputation of the root
             return
-        recover(self)
-        self._before_forward()
-        self._calls = [0] * len(self._calls)
-        self._residency.begin(Phase.FORWARD if torch.is_grad_enabled() else Phase.EVAL)
-        if torch.is_grad_enabled():
+        grad = torch.is_grad_enabled()
+        phase, goes_on = self._passes.next(grad=grad)
+        if not goes_on:
+            _begin(self, phase)
+        if grad:
             self._residency.by_layers = False
             self._views.push()
 
     def _leave_root(self, module: nn.Module, args: Any, output: Any) -> None:
-        self._depth = max(self._depth - 1, 0)
-        if self._depth or self._layers or _inside_backward():
+        if not self._passes.leave() or self._layers or _inside_backward():
             return
         self._views.pop()
-        training = self._residency.phase is Phase.FORWARD
-        self._residency.begin(Phase.IDLE)
-        self._residency.forget_uses()
-        self._residency.evict_unused(but=self._residency.kept_for_backward() if training else ())
-        if training:
-            self._residency.look_ahead(Phase.BACKWARD)
+        _end(self)
         _watch(output, self._begin_backward)
 
     def _enter(self, units: tuple[int, ...], module: nn.Module, args: Any) -> None:
@@ -208,7 +207,7 @@ class Hooks:
 
     def abort(self) -> None:
         """Go on after an exception: what backward had produced stays, as in torch."""
-        self._depth = 0
+        self._passes.reset()
         for bound in (*self._residency.bound, *([self._persistent] if self._persistent else ())):
             drop_graphs(bound)
         self._views.pop()
@@ -220,6 +219,41 @@ def recover(hooks: Hooks) -> None:
     """Abort a pass that has ended in an exception, if there is one."""
     if hooks._residency.phase is not Phase.IDLE and not _inside_backward():
         hooks.abort()
+
+
+def _begin(hooks: Hooks, phase: Phase) -> None:
+    """Begin a pass of a whole model, whatever the last one left."""
+    recover(hooks)
+    hooks._before_forward()
+    hooks._calls = [0] * len(hooks._calls)
+    hooks._residency.begin(phase)
+
+
+def _end(hooks: Hooks) -> None:
+    """End a pass: what backward uses first stays and is fetched."""
+    residency = hooks._residency
+    training = residency.phase is Phase.FORWARD
+    residency.begin(Phase.IDLE)
+    residency.forget_uses()
+    residency.evict_unused(but=residency.kept_for_backward() if training else ())
+    if training:
+        residency.look_ahead(Phase.BACKWARD)
+
+
+@contextlib.contextmanager
+def _generating(hooks: Hooks) -> Iterator[None]:
+    """A model's `generate` runs; inside another forward it is part of that."""
+    if hooks._passes.inside or hooks._layers or _inside_backward():
+        yield
+        return
+    _begin(hooks, Phase.PROMPT)
+    hooks._passes.begin_generate()
+    try:
+        yield
+    finally:
+        hooks._passes.end_generate()
+        if hooks._residency.phase in (Phase.PROMPT, Phase.TOKEN):
+            _end(hooks)
 
 
 def _watch(output: Any, action: Callable[[], None]) -> None:

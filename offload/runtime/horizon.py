@@ -21,7 +21,18 @@ class Phase(enum.Enum):
     IDLE = "no forward or backward is running; evicted parameters refuse to be read"
     FORWARD = "forward with gradients: units leave when their module ends"
     EVAL = "forward without gradients"
+    PROMPT = "generate, until its first forward ends"
+    TOKEN = "one of the forwards of generate that follow"
     BACKWARD = "units leave when their gradients are complete"
+
+
+FORWARDS = (Phase.FORWARD, Phase.EVAL, Phase.PROMPT, Phase.TOKEN)
+_TIMED_AS = {Phase.IDLE: "outside", Phase.PROMPT: "eval", Phase.TOKEN: "eval"}
+
+
+def timed_as(phase: Phase) -> str:
+    """The name under which the metrics count its seconds."""
+    return _TIMED_AS.get(phase, phase.name.lower())
 
 
 class Horizon:
@@ -39,6 +50,8 @@ class Horizon:
         self._traces = {
             Phase.FORWARD: Trace(order),
             Phase.EVAL: Trace(order),
+            Phase.PROMPT: Trace(order),
+            Phase.TOKEN: Trace(order),
             Phase.BACKWARD: Trace(order[::-1]),
         }
 

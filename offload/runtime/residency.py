@@ -18,7 +18,7 @@ from offload.metrics import Metrics
 from offload.runtime.binding import BoundUnit, Presence
 from offload.runtime.evicted import EvictedParameter
 from offload.runtime.fetch import Fetcher
-from offload.runtime.horizon import Horizon, Phase
+from offload.runtime.horizon import FORWARDS, Horizon, Phase, timed_as
 from offload.runtime.loans import Loans
 from offload.runtime.room import DeviceRoom
 
@@ -51,7 +51,7 @@ class Residency:
         """Enter a phase."""
         self.phase = phase
         self.before_phase(phase)
-        self._metrics.enter("outside" if phase is Phase.IDLE else phase.name.lower())
+        self._metrics.enter(timed_as(phase))
         if phase is not Phase.IDLE:
             self._horizon[phase].begin()
             self._fetcher.phase = "backward" if phase is Phase.BACKWARD else "forward"
@@ -65,7 +65,7 @@ class Residency:
     def release(self, index: int) -> None:
         """End a use; in forward an unused unit leaves, unless it is next, or the turn-around."""
         self._uses[index] -= 1
-        if self.phase in (Phase.FORWARD, Phase.EVAL) and not self._uses[index]:
+        if self.phase in FORWARDS and not self._uses[index]:
             trace = self._horizon[self.phase]
             last = trace.order[-1:] == [index]
             turning = last and self.phase is Phase.FORWARD and not trace.upcoming(1)

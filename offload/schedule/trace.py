@@ -1,6 +1,6 @@
 """The order in which a step uses its units, as observed.
 
-    record:  F u0 u1 u2 ... uL | B uL ... u1 u0        one list per phase (train, eval)
+    record:  F u0 u1 u2 ... uL | B uL ... u1 u0        one list per phase (train, eval, generate)
     ask:     after u3 in forward?  -> u4, u5, ...      what to prefetch next
 
 Until a phase has been seen once, the order of the units in the model is the guess.  An unexpected
