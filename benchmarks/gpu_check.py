@@ -40,12 +40,12 @@ LIMITS_S = {
 SMALL = {"width": 64, "depth": 2, "vocab": 64, "seq": 32, "batch": 1}
 SETTINGS: dict[str, dict[str, Any]] = {
     "streamed": {
-        "placement": "host", "durability": "none", "host_memory": "20GiB", "device_memory": "1GiB"
+        "placement": "host", "durability": "none", "host_memory": "12GiB", "device_memory": "1GiB"
     },
     "disk": {"placement": "disk", "host_memory": "4GiB", "device_memory": "1GiB"},
-    "fitting": {"host_memory": "20GiB"},
+    "fitting": {"host_memory": "12GiB"},
 }  # fmt: skip
-STEPS = {"disk": 3}  # a drive may take seconds for one
+STEPS = {"disk": 3, "fitting": 3}  # they write every step: a drive may take seconds for one
 SMALL_SETTINGS = {"host_memory": "16MiB", "device_memory": "2MiB"}
 
 

@@ -119,7 +119,9 @@ class Blueprint:
 
 def plan(model: nn.Module, config: EngineConfig, rule: Rule) -> Blueprint:
     """Decide everything; raises ConfigError or BudgetError."""
-    device = config.device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = _indexed(
+        config.device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    )  # fmt: skip
     _check_place(config, device)
     compute = config.compute_dtype or default_compute_dtype(device, config.dtype)
     weights = Weights(str(config.dtype).removeprefix("torch."))
@@ -145,9 +147,8 @@ def plan(model: nn.Module, config: EngineConfig, rule: Rule) -> Blueprint:
     drives = plan_drives(config)
     terms = _undo_terms(config, drives, shared=not has_own_memory(device))
     placement = place_undo(found, placement, terms, room=host - placement.total_bytes)
-    beside_compute = terms.shared and placement.undo.overlap != "hold"
-    threads = plan_threads(
-        Processors.here(), beside_compute=beside_compute,
+    threads = plan_threads(  # beside a GPU, too, a thread of the model's gives it its work
+        Processors.here(), beside_compute=placement.undo.overlap != "hold",
         update_threads=config.update_threads, update_cpus=config.update_cpus,
     )  # fmt: skip
     return Blueprint(
@@ -198,6 +199,13 @@ def place_on_device(
     if config.durability == "none" and not config.read_only:
         left = unwritten(found.units, found.persistent, [*placement.resident, *state])
     return replace(placement, kept=kept, on_device=tuple(state), unwritten=left)
+
+
+def _indexed(device: torch.device) -> torch.device:
+    """Which GPU is meant, whatever device other threads have as their current one."""
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
 
 
 def has_own_memory(device: torch.device) -> bool:

@@ -42,7 +42,7 @@ def capture_rng() -> dict[str, Any]:
         ],
         "python": random.getstate(),
     }
-    if torch.cuda.is_available():
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # else nobody has drawn there
         state["cuda"] = torch.cuda.get_rng_state_all()
     return state
 
@@ -55,7 +55,8 @@ def restore_rng(state: Mapping[str, Any]) -> None:
     version, internal, gauss_next = state["python"]
     random.setstate((version, tuple(internal), gauss_next))
     if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state_all(state["cuda"])
+        for index, each in enumerate(state["cuda"][: torch.cuda.device_count()]):
+            torch.cuda.set_rng_state(each, index)  # there may be fewer devices than there were
 
 
 def capture_groups(groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -1,7 +1,7 @@
 """`train_batch`: all micro-steps of one step, one after another or unit by unit.
 
 Each micro-batch has a stream of random numbers of its own in either order, so the order changes no
-number: dropout included, where a model draws from torch's CPU generator.
+number: dropout included, where a model draws from torch's own generators.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch
 
 from offload.config import ORDERS
 from offload.errors import ConfigError
+from offload.runtime import random_state
 from offload.runtime.baton import draw_seeds
 
 if TYPE_CHECKING:
@@ -37,11 +38,11 @@ def train_batch(
         raise ConfigError(f"train_batch: expected order {' or '.join(ORDERS)}, got {order!r}.")
     run = _by_layers if order == "layer" and len(batches) > 1 else _one_by_one
     seeds = draw_seeds(len(batches))
-    after = torch.get_rng_state()
+    after = random_state.capture()
     try:
         losses = run(engine, batches, partial(_loss_of, loss_fn), seeds)
     finally:
-        torch.set_rng_state(after)
+        random_state.restore(after)
     engine.step()
     return [loss.detach() for loss in losses]
 
@@ -67,7 +68,7 @@ def _one_by_one(
 ) -> list[torch.Tensor]:
     losses = []
     for batch, seed in zip(batches, seeds, strict=True):
-        torch.set_rng_state(torch.Generator().manual_seed(seed).get_state())
+        random_state.restore(random_state.seeded(seed))
         loss = loss_of(engine, batch)
         engine.backward(loss)
         losses.append(loss)

@@ -2,7 +2,8 @@
 
     drives      bytes read / rate, bytes written / rate, both / rate of mixed traffic
     compute     what the calling thread does itself: forward, backward, step and the script, less
-                stalls; beside a GPU also less the copies that it waits for
+                stalls; beside a GPU less the copies that it gives, and with what it waits for
+                gradients
     copies      HOST -> DEVICE, beside a GPU
     updates     the update thread in kernels and checksums
     processors  CPU seconds of the process / processors, where the model computes on them too

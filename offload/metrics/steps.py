@@ -55,7 +55,12 @@ class Steps:
         spent = Spent(
             total_s,
             script_s=sum(seconds.get(name, 0.0) for name in SCRIPT),
-            stall_s=sum(changed["stalls"].values()),
+            # Waiting for gradients is waiting for the device, which computes them meanwhile.
+            stall_s=sum(
+                spent
+                for cause, spent in changed["stalls"].items()
+                if not cause.endswith(".gradients")
+            ),
             fill_s=work.get("fill", 0.0),
             update_s=work.get("update", 0.0) + work.get("checksum", 0.0),
             cpu_s=cpu_s, read=read, write=write,

@@ -14,6 +14,8 @@ from collections.abc import Sequence
 
 import torch
 
+from offload.runtime import random_state
+
 
 class Stopped(Exception):
     """Another thread has failed: unwind."""
@@ -27,7 +29,7 @@ class Baton:
         self._alive = list(range(len(seeds)))
         self._turn = 0
         self._stopped = False
-        self._states = [_seeded(seed) for seed in seeds]
+        self._states = [random_state.seeded(seed) for seed in seeds]
         self._counts = [0] * len(seeds)  # sequence numbers where each passed it on
         self._start = 0  # the greatest of them
 
@@ -42,11 +44,11 @@ class Baton:
             self._changed.wait_for(lambda: self._turn == index or self._stopped)
             if self._stopped:
                 raise Stopped
-        torch.set_rng_state(self._states[index])
+        random_state.restore(self._states[index])
 
     def pass_on(self, index: int) -> None:
         """Let the next one run, and come back when it is this thread's turn again."""
-        self._states[index] = torch.get_rng_state()
+        self._states[index] = random_state.capture()
         self._counts[index] = torch._C._autograd._get_sequence_nr()
         with self._changed:
             self._give_to(self._alive[(self._alive.index(index) + 1) % len(self._alive)])
@@ -80,10 +82,6 @@ def _count_on(start: int) -> None:
         empty = torch.empty(0, device="cpu", requires_grad=True)
         while torch._C._autograd._get_sequence_nr() < start:
             empty.view_as(empty)
-
-
-def _seeded(seed: int) -> torch.Tensor:
-    return torch.Generator().manual_seed(seed).get_state()
 
 
 def draw_seeds(count: int) -> list[int]:

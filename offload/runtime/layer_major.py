@@ -63,7 +63,9 @@ class Leaves:
             for leaves in self._of:
                 leaf = leaves[id(unit)][position]
                 if leaf is not None:
-                    leaf.data = torch.empty((), dtype=leaf.dtype).expand(parameter.shape)
+                    # On its own device: backward holds what is made now against it.
+                    hole = torch.empty((), dtype=leaf.dtype, device=leaf.device)
+                    leaf.data = hole.expand(parameter.shape)
 
 
 def _leaf(parameter: nn.Parameter) -> nn.Parameter | None:
@@ -110,14 +112,14 @@ class LayerMajor:
         """
         losses: list[Any] = [None for _ in calls]
         errors: list[BaseException] = []
-        casting = _autocast_of_this_thread()
+        as_here = _settings_of_this_thread()
 
         def work(index: int) -> None:
             self._here.index = index
             try:
                 self._baton.take(index)
                 self._put_present(index)
-                with torch.enable_grad(), casting(), saving():
+                with torch.enable_grad(), as_here(), saving():
                     losses[index] = calls[index]()
                 self._baton.leave(index)
             except Stopped:
@@ -269,16 +271,22 @@ def _call_of(module: nn.Module, args: Any) -> tuple[int, int]:
     return id(module), 0
 
 
-def _autocast_of_this_thread() -> Callable[[], Any]:
-    """Make contexts that cast as this thread does now: autocast is a thread's own."""
+def _settings_of_this_thread() -> Callable[[], Any]:
+    """Make contexts in which another thread casts as this one does now, and gives work to the same
+    device and stream: each of these is a thread's own.
+    """
     kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
     dtypes = {kind: torch.get_autocast_dtype(kind) for kind in kinds}
 
+    stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
+
     @contextlib.contextmanager
-    def casting() -> Iterator[None]:
+    def settings() -> Iterator[None]:
         with contextlib.ExitStack() as stack:
+            if stream is not None:
+                stack.enter_context(torch.cuda.stream(stream))
             for kind, dtype in dtypes.items():
                 stack.enter_context(torch.autocast(kind, dtype=dtype, cache_enabled=False))
             yield
 
-    return casting
+    return settings

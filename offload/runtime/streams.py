@@ -82,7 +82,7 @@ class CudaStreams:
             work()
 
     def record(self, lane: Lane) -> _CudaEvent:
-        event = torch.cuda.Event()
+        event = torch.cuda.Event(blocking=True)  # whoever waits leaves its processor to updates
         event.record(self._of(lane))
         return _CudaEvent(event)
 
@@ -94,6 +94,7 @@ class CudaStreams:
         runtime = torch.cuda.cudart()
         failed = int(runtime.cudaHostRegister(address, num_bytes, 1))
         if failed:  # copies are then staged by the driver: slower, and as right
+            _forget_error(self._device)
             _LOG.warning(
                 "device: %s bytes of host memory cannot be pinned (cudaHostRegister gives error"
                 " %d): copies are slower. Raise the limit on locked memory (ulimit -l).",
@@ -109,3 +110,9 @@ class CudaStreams:
 
     def _of(self, lane: Lane) -> torch.cuda.Stream:
         return self._own.get(lane) or torch.cuda.current_stream(self._device)
+
+
+def _forget_error(device: torch.device) -> None:
+    """A call that has failed leaves its error behind, and torch's next kernel would raise it."""
+    with contextlib.suppress(RuntimeError):
+        torch.ones(1, device=device)

@@ -63,6 +63,23 @@ def one_step(metrics: Metrics, clock: Clock, number: int) -> None:
     metrics.close_step(number)
 
 
+def test_waiting_for_gradients_of_a_device_is_its_compute(clock):
+    metrics = Metrics()
+    machine = Machine(2, False)
+    metrics.start(machine, clock.probe, sinks=[], timeline=None)
+    for number in (1, 2, 3):
+        metrics.enter("backward")
+        clock.pass_s(1.0)
+        with metrics.stall("weights", "u"):
+            clock.pass_s(0.5)
+        with metrics.phase("step"), metrics.stall("gradients", "u"):
+            clock.pass_s(2.0)
+        metrics.close_step(number)
+        assert metrics.last["stalls"]["step.gradients"] == pytest.approx(2.0)
+        assert metrics.last["bound"]["terms"]["compute"] == pytest.approx(3.0)
+        assert metrics.last["bound"]["by"] == "compute"
+
+
 def test_phases_add_up_to_the_step_and_stalls_name_their_phase(clock):
     metrics = started(clock)
     for number in (1, 2, 3):

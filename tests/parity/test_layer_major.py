@@ -1,5 +1,10 @@
 """All micro-batches of a step, unit by unit: the same bits as one after another."""
 
+import contextlib
+import dataclasses
+import threading
+from types import SimpleNamespace
+
 import models
 import pytest
 import torch
@@ -9,6 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 from offload import OffloadEngine
 from offload.errors import ConfigError, StateError
+from offload.runtime import random_state
+from offload.runtime.layer_major import Leaves
 
 CASE = Case(accumulation=4, clipping=0.5, num_steps=4)
 
@@ -129,3 +136,65 @@ def test_what_does_not_fit_the_settings_is_refused(tmp_path):
             engine.train_batch(CASE.batches(0), order="diagonal")
         with pytest.raises(ConfigError, match="Pass loss_fn"):
             engine.train_batch(CASE.batches(0), loss_fn=lambda loss: [loss])
+
+
+OTHER = torch.Generator()  # stands for that of a GPU
+
+
+class DrawingElsewhere(models.Decoder):
+    """Blocks that draw from a device's generator too."""
+
+    def run_block(self, block, x):
+        found = block(F.dropout(x, 0.1, self.training))
+        return found * (torch.rand(found.shape, generator=OTHER) > 0.2)
+
+
+def test_a_devices_random_numbers_are_of_the_micro_batch_in_either_order(tmp_path, monkeypatch):
+    monkeypatch.setattr(random_state, "generators", lambda: [torch.default_generator, OTHER])
+    found = []
+    for order in ("horizontal", "layer"):
+        torch.manual_seed(3)
+        OTHER.manual_seed(4)
+        (tmp_path / order).mkdir()
+        with OffloadEngine(
+            models.build(DrawingElsewhere), nvme_path=tmp_path / order, lr=1e-2, order=order,
+            gradient_accumulation_steps=3, param_persistence_threshold=0,
+        ) as engine:  # fmt: skip
+            losses = [
+                loss.item()
+                for step in range(3)
+                for loss in engine.train_batch([models.batch(3 * step + i) for i in range(3)])
+            ]
+            masters = [engine.full_fp32_param(name) for name, _ in engine.module.named_parameters()]
+        found.append((losses, masters, OTHER.get_state()))
+    assert found[0][0] == found[1][0]
+    assert len(set(found[0][0])) == 9
+    assert all(map(torch.equal, found[0][1], found[1][1]))
+    assert torch.equal(found[0][2], torch.Generator().manual_seed(4).get_state())
+
+
+def test_every_thread_gives_work_to_the_stream_of_the_caller(tmp_path, monkeypatch):
+    given = []
+
+    @contextlib.contextmanager
+    def stream(of):
+        given.append((of, threading.get_ident()))
+        yield
+
+    with CASE.engine(tmp_path) as engine:
+        train(engine, dataclasses.replace(CASE, num_steps=1), "layer")
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda: "the caller's")
+        monkeypatch.setattr(torch.cuda, "stream", stream)
+        engine.train_batch(CASE.batches(1), order="layer")
+    assert [of for of, _ in given] == ["the caller's"] * 4
+    assert len({thread for _, thread in given} - {threading.get_ident()}) == 4
+
+
+def test_a_leaf_that_is_empty_stays_on_its_device():
+    model = torch.nn.Linear(4, 4, device="meta")
+    unit = SimpleNamespace(parameters=list(model.parameters()))
+    leaves = Leaves(model, [unit], 2)
+    leaves.put(0, unit)
+    leaves.take_out(unit)
+    assert {leaf.device.type for leaf in leaves.of(0, unit)} == {"meta"}

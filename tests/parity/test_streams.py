@@ -168,9 +168,31 @@ def test_the_reason_is_logged(monkeypatch, caplog) -> None:
 
     monkeypatch.setattr(torch.cuda, "cudart", Refusing)
     streams = object.__new__(CudaStreams)  # there need not be a GPU
+    streams._device = torch.device("cpu")
     assert streams.register(4096, 8192) is None
     assert "8,192 bytes of host memory cannot be pinned" in caplog.text
     assert "error 2" in caplog.text
+
+
+def test_a_failed_call_leaves_no_error_for_the_next_kernel(monkeypatch) -> None:
+    """Torch asks for the last error behind each kernel, whoever has made it."""
+    left = ["invalid argument"]
+
+    class Refusing:
+        def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> int:
+            return 1
+
+    def ones(*args, real=torch.ones, **options):
+        if left:
+            raise RuntimeError(f"CUDA error: {left.pop()}")
+        return real(*args, **options)
+
+    monkeypatch.setattr(torch.cuda, "cudart", Refusing)
+    monkeypatch.setattr(torch, "ones", ones)
+    streams = object.__new__(CudaStreams)
+    streams._device = torch.device("cpu")
+    assert streams.register(4096, 8192) is None
+    assert not left
 
 
 def test_a_mistake_in_the_order_is_found(scripted, tmp_path) -> None:
