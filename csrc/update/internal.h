@@ -63,6 +63,7 @@ struct heap {
 
 struct unit {
     uint32_t remaining; /* chunks not yet written */
+    uint32_t unmade;    /* chunks whose kernel has not ended */
     bool released;
     uint64_t num_bytes[UPDATE_GRAD];
     uint32_t *sums[UPDATE_GRAD]; /* one for each block of a role; NULL: none wanted */
@@ -82,6 +83,7 @@ struct update_job {
     uint32_t num_chunks, num_segments, num_rows, num_units;
     uint32_t num_admitted;
     uint32_t remaining; /* chunks not yet written */
+    uint32_t unmade;    /* chunks whose kernel has not ended */
     uint32_t active;    /* slots held */
     uint32_t waiters;   /* threads inside update_wait */
     bool timed;         /* `times` of its units are kept */
@@ -92,7 +94,7 @@ struct update_job {
 struct update_pipeline {
     pthread_mutex_t lock;
     pthread_cond_t work;     /* wakes the update thread: a chunk can run, or stop */
-    pthread_cond_t progress; /* wakes waiters: a unit or a job has ended, or a waiter has left */
+    pthread_cond_t progress; /* wakes waiters: a unit or a job has ended or is made, or a waiter has left */
     pthread_t thread;
     aio_queue *queue;
     simd_pool *pool;

@@ -35,6 +35,14 @@ static int job_status(const update_job *job, uint32_t unit)
     return job->error.error == ETIME ? -EIO : -job->error.error; /* drives have such an error too */
 }
 
+/* The same for kernels.  What has failed is lost, whatever was made before. */
+static int made_status(const update_job *job, uint32_t unit)
+{
+    int status = job_status(job, unit);
+    uint32_t unmade = unit == UPDATE_ALL ? job->unmade : job->units[unit].unmade;
+    return status == 1 && unmade == 0 && !job->error.error ? 0 : status;
+}
+
 static struct timespec deadline_in(int64_t timeout_ns)
 {
     struct timespec time;
@@ -48,7 +56,7 @@ static struct timespec deadline_in(int64_t timeout_ns)
     return time;
 }
 
-int update_wait(update_job *job, uint32_t unit, int64_t timeout_ns)
+static int wait_for(update_job *job, uint32_t unit, int64_t timeout_ns, int (*ask)(const update_job *, uint32_t))
 {
     update_pipeline *pipeline = job->pipeline;
     if (unit != UPDATE_ALL && unit >= job->num_units)
@@ -57,7 +65,7 @@ int update_wait(update_job *job, uint32_t unit, int64_t timeout_ns)
     int status, late = timeout_ns == 0;
     pthread_mutex_lock(&pipeline->lock);
     job->waiters++;
-    while ((status = job_status(job, unit)) == 1 && !late) {
+    while ((status = ask(job, unit)) == 1 && !late) {
         if (timeout_ns < 0)
             pthread_cond_wait(&pipeline->progress, &pipeline->lock);
         else
@@ -67,6 +75,16 @@ int update_wait(update_job *job, uint32_t unit, int64_t timeout_ns)
         pthread_cond_broadcast(&pipeline->progress); /* for update_job_free */
     pthread_mutex_unlock(&pipeline->lock);
     return status == 1 ? -ETIME : status;
+}
+
+int update_wait(update_job *job, uint32_t unit, int64_t timeout_ns)
+{
+    return wait_for(job, unit, timeout_ns, job_status);
+}
+
+int update_wait_made(update_job *job, uint32_t unit, int64_t timeout_ns)
+{
+    return wait_for(job, unit, timeout_ns, made_status);
 }
 
 int update_cancel(update_job *job)

@@ -109,7 +109,7 @@ static update_job *copy_job(update_pipeline *pipeline, const update_work *work)
         free_memory(job);
         return NULL;
     }
-    job->num_chunks = job->remaining = work->num_chunks;
+    job->num_chunks = job->remaining = job->unmade = work->num_chunks;
     job->num_segments = work->num_segments;
     job->num_rows = work->num_rows;
     job->num_units = work->num_units;
@@ -122,6 +122,7 @@ static update_job *copy_job(update_pipeline *pipeline, const update_work *work)
     for (uint32_t i = 0; i < work->num_chunks; i++) {
         struct unit *unit = &job->units[job->chunks[i].unit];
         unit->remaining++;
+        unit->unmade++;
         for (uint32_t role = 0; role < UPDATE_GRAD; role++) {
             job->starts[i][role] = unit->num_bytes[role];
             unit->num_bytes[role] += update_data_bytes(&job->chunks[i], role);

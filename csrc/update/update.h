@@ -146,6 +146,8 @@ int update_release(update_job *job, uint32_t unit); /* UPDATE_ALL: every unit; t
 /* unit < num_units: all chunks of that unit written; unit == UPDATE_ALL: the whole job.
  * 0; -ETIME: timeout_ns >= 0 and over; or another -errno: the job has failed, update_job_error tells how. */
 int update_wait(update_job *job, uint32_t unit, int64_t timeout_ns);
+/* The same for its kernels: what lies in host buffers is the next generation, and may still be written. */
+int update_wait_made(update_job *job, uint32_t unit, int64_t timeout_ns);
 void update_job_error(const update_job *job, update_error *out);
 void update_job_stats(const update_job *job, update_stats *out);
 int update_job_times(const update_job *job, uint32_t unit, update_times *out); /* all 0 without UPDATE_TIMES */

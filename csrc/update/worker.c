@@ -140,10 +140,14 @@ static void run_slot(struct slot *slot)
         update_error error = {.error = -totals.error, .op = -1, .unit = slot_chunk(slot)->unit, .role = UPDATE_PARAM};
         update_fail_job(job, &error);
     }
-    if (job->error.error)
+    if (job->error.error) {
         update_drop_slot(slot);
-    else
-        update_write_slot(slot);
+        return;
+    }
+    job->unmade--;
+    if (--job->units[slot_chunk(slot)->unit].unmade == 0)
+        pthread_cond_broadcast(&slot->pipeline->progress);
+    update_write_slot(slot);
 }
 
 void *update_worker(void *arg)

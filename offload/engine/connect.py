@@ -10,6 +10,7 @@ import logging
 from collections import ChainMap
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -263,7 +264,8 @@ def _lose(parts: Parts, units: Collection[int]) -> None:
 def catch_up(ground: Ground) -> None:
     """Bring the small tensors on the device up to date; waits for their update."""
     if ground.persistent is not None:
-        ground.persistent.catch_up(ground.device, ground.ledger.wait)
+        made = partial(ground.ledger.wait, made=True)
+        ground.persistent.catch_up(ground.device, made)
 
 
 def _optimization(

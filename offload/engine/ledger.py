@@ -44,8 +44,8 @@ class Made:
     def done(self) -> bool:
         return self.job.done(self.number)
 
-    def wait(self) -> None:
-        self.job.wait(self.number)
+    def wait(self, *, made: bool = False) -> None:
+        self.job.wait(self.number, made=made)
 
 
 @dataclass
@@ -115,12 +115,16 @@ class Ledger:
             return self._pending.generation
         return self.store.committed.generation if self.store.committed else -1
 
-    def wait(self, unit: int) -> None:
-        """Wait for a unit's update; raises what went wrong with the job."""
+    def wait(self, unit: int, *, made: bool = False) -> None:
+        """Wait for a unit's update; raises what went wrong with the job.
+
+        `made`: until what stays in memory of the unit is its next generation, which may still be on
+        its way to the store.
+        """
         pending = self._pending
         if pending is not None and unit in pending.made:
             with self.metrics.stall("update", self.units[unit].name):
-                pending.made[unit].wait()
+                pending.made[unit].wait(made=made)
             self.poll()
 
     def submit(self, pending: Pending) -> None:

@@ -135,20 +135,24 @@ class UpdateJob:
         """Let the kernels of `unit` (None: of all units) run; any thread, twice is once."""
         lib.update_release(self._open().native, self._unit_index(unit))
 
-    def wait(self, unit: int | None = None, timeout: float | None = None) -> None:
+    def wait(
+        self, unit: int | None = None, timeout: float | None = None, *, made: bool = False
+    ) -> None:  # fmt: skip
         """Block until `unit` (None: the whole job) is written; the GIL is released.
 
+        `made`: until its kernels have ended.  What is updated in host memory can then be read, and
+        may still be being written.
         Raises StoreError (from the failed transfer), StateError after a cancellation, TimeoutError.
         When it raises one of the first two, nothing of the job is in flight.
         """
         job = self._open()
         end = None if timeout is None else time.monotonic() + timeout
-        status = self._status(job, unit, 0.0)
+        status = self._status(job, unit, 0.0, made)
         while status == -errno.ETIME:
             left = _SIGNAL_POLL_S if end is None else min(_SIGNAL_POLL_S, end - time.monotonic())
             if left <= 0:
                 raise TimeoutError(f"update of {self._name(unit)}: not ended after {timeout} s.")
-            status = self._status(job, unit, left)
+            status = self._status(job, unit, left, made)
         if status < 0:
             raise _error_of(job, self._name)
 
@@ -227,8 +231,9 @@ class UpdateJob:
             lib.update_cancel(job.native)
             lib.update_wait(job.native, lib.UPDATE_ALL, -1)
 
-    def _status(self, job: _Job, unit: int | None, timeout: float) -> int:
-        status: int = lib.update_wait(job.native, self._unit_index(unit), int(timeout * 1e9))
+    def _status(self, job: _Job, unit: int | None, timeout: float, made: bool = False) -> int:
+        wait = lib.update_wait_made if made else lib.update_wait
+        status: int = wait(job.native, self._unit_index(unit), int(timeout * 1e9))
         return status
 
     def _unit_index(self, unit: int | None) -> int:

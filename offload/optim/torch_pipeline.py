@@ -56,8 +56,10 @@ class TorchJob:
         units = range(len(self.work.unit_names)) if unit is None else [unit]
         self._pipeline.release(self, units)
 
-    def wait(self, unit: int | None = None, timeout: float | None = None) -> None:
-        """Block until `unit` (None: the whole job) is written.
+    def wait(
+        self, unit: int | None = None, timeout: float | None = None, *, made: bool = False
+    ) -> None:  # fmt: skip
+        """Block until `unit` (None: the whole job) is written; `made` waits as long here.
 
         Raises what the update failed with, StateError after a cancellation, TimeoutError.  When it
         raises one of the first two, nothing of the job is in flight.

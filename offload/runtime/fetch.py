@@ -53,8 +53,8 @@ class Source(Protocol):
         """The current extent; waits for the unit's update."""
         ...
 
-    def wait(self, unit: int) -> None:
-        """Wait for the unit's update."""
+    def wait(self, unit: int, *, made: bool = False) -> None:
+        """Wait for the unit's update; `made`: until memory has what it makes."""
         ...
 
     def deadline(self) -> int:
@@ -139,7 +139,7 @@ class Fetcher:
         unit = bound.unit
         here = self._resident.weights(unit.index, unit.states.weights.fetched)
         if here is not None:
-            self._source.wait(unit.index)
+            self._source.wait(unit.index, made=True)
             self._resident.reads(unit.index, self._convert(bound, here, bound.flat))
             return
         fetch = self._fetches.pop(unit.index, None)

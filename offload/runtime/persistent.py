@@ -116,7 +116,7 @@ class PersistentState:
         self._outdated = True
 
     def catch_up(self, device: Device, wait: Callable[[int], None]) -> None:
-        """Refresh if there was an update; `wait(unit)` returns when it has ended."""
+        """Refresh if there was an update; `wait(unit)` returns when its kernels have ended."""
         if self._outdated:
             wait(self.unit.index)
             self.refresh(device)
