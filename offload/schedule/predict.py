@@ -28,7 +28,7 @@ class Speeds:
 
     flops: float  # products forward and backward, in the type that computes
     attention: float  # floating-point operations of dot products of attention; 0: there are none
-    activations: float  # bytes read and written by what computes
+    activations: float  # elements into and out of products, by what is between: norms and the like
     take: float  # bytes of gradients read and written, on one thread
     fill: float  # bytes of weights written to new device memory
     update: float  # bytes read and written in place by the update's threads
@@ -97,9 +97,8 @@ def predict(
 def _parts(
     layout: Layout, uses: Uses, work: Work, speeds: Speeds, threads: Threads
 ) -> _Parts:  # fmt: skip
-    formats = layout.formats
     share = work.forward_flops / work.flops if work.flops else 0.5
-    model = work.activation_bytes(formats.compute) / speeds.activations
+    model = work.activation_elems / speeds.activations
     if work.product_flops:
         model += work.product_flops / speeds.flops
     if work.attention_flops:

@@ -15,8 +15,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-READS_AND_WRITES = 24  # of each element between products, forward and backward (see the log)
-
 
 @dataclass(frozen=True)
 class Product:
@@ -84,12 +82,19 @@ class Work:
 
     def _passes(self, product: Product) -> float:
         """How often a product's forward is done over, or as much arithmetic."""
-        again = 1.0 if self.recomputed and product.in_block else 0.0
-        return (3.0 if product.trained else 2.0) + again
+        return self._forwards(product) - (0.0 if product.trained else 1.0)
 
-    def activation_bytes(self, itemsize: int) -> float:
-        """What norms, activations and sums between the products cost, as memory traffic."""
-        elems = sum(
-            (each.inputs + each.outputs) * each.count * each.share for each in self.products
+    @property
+    def activation_elems(self) -> float:
+        """Elements that enter and leave products: what norms, activations and sums work on.
+
+        What is recomputed has a third of it once more, as a product has.
+        """
+        return self.tokens * sum(
+            (each.inputs + each.outputs) * each.count * each.share * self._forwards(each) / 3.0
+            for each in self.products
         )
-        return READS_AND_WRITES * self.tokens * elems * itemsize
+
+    def _forwards(self, product: Product) -> float:
+        """How often forward's work is done, with backward as two."""
+        return 4.0 if self.recomputed and product.in_block else 3.0

@@ -399,15 +399,22 @@ def test_the_probe_measures_rates_above_zero() -> None:
     from offload.schedule.predict import Threads
     from offload.schedule.work import Attention, Product, Work
 
-    work = Work((Product(64, 64), Product(9000, 9000)), Attention(2, 128), 16, 16)
+    products = Product(64, 64), Product(64, 65, 2), Product(64, 65), Product(9000, 9000)
+    work = Work(products, Attention(2, 128), 16, 16)
     wanted = probe.Wanted(
         work, 16, torch.float32, torch.device("cpu"), Threads(1, 1, 1, shared=True), 1
     )
-    assert set(wanted.shapes()) == {(16, 64, 64), (16, 4096, 4096)}
+    assert {str(shape) for shape in wanted.shapes()} == {
+        "16 x 64 x 64, 1 in turn", "16 x 64 x 65, 3 in turn", "16 x 4096 x 4096, 1 in turn",
+    }  # fmt: skip
+    shares = wanted.shapes().values()
+    assert sum(share.flops for share in shares) == pytest.approx(1.0)
+    assert sum(share.elems for share in shares) == pytest.approx(1.0)
     measured = {name: measure() for name, measure in wanted.names().items()}
     assert all(rate > 0 for rate in measured.values())
     assert not probe.missing(wanted, measured)
     speeds = wanted.speeds(measured)
     assert 0 < speeds.flops < 1e15
     assert 0 < speeds.attention < 1e15
+    assert 0 < speeds.activations < 1e15
     assert speeds.update == speeds.take

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from offload.schedule.work import READS_AND_WRITES, Attention, Product, Work
+import pytest
+
+from offload.schedule.work import Attention, Product, Work
 
 PRODUCT = Product(inputs=30, outputs=20, count=2)  # 1,200 weights
 
@@ -44,4 +46,7 @@ def test_checkpointed_blocks_run_forward_once_more() -> None:
 
 
 def test_activations_are_inputs_and_outputs_of_the_products() -> None:
-    assert work(PRODUCT).activation_bytes(2) == READS_AND_WRITES * 10 * 2 * (30 + 20) * 2
+    assert work(PRODUCT).activation_elems == 10 * 2 * (30 + 20)
+    head = Product(30, 20, in_block=False)
+    again = work(PRODUCT, head, recomputed=True).activation_elems
+    assert again == pytest.approx(10 * (2 * 4 / 3 + 1) * (30 + 20))
