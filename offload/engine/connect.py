@@ -43,7 +43,7 @@ from offload.optim.torch_rule import TorchRule
 from offload.partition.unit import Role, Unit
 from offload.runtime.binding import BoundUnit
 from offload.runtime.device import Device, StreamDevice, make_device
-from offload.runtime.evicted import guard_class
+from offload.runtime.evicted import branch_of_trees, guard_class
 from offload.runtime.fetch import Fetcher
 from offload.runtime.gradients import GradientKeeper, KeptUnit
 from offload.runtime.guard import ParameterGuard
@@ -355,6 +355,7 @@ def _residency(ground: Ground) -> tuple[ParameterGuard, Residency]:
     bound = [_bind(blueprint, unit) for unit in blueprint.found.units]
     guard = ParameterGuard([*bound, *([ground.persistent.bound] if ground.persistent else [])])
     guard_type = guard_class(guard)
+    ground.closing.enter_context(branch_of_trees(guard_type))
     for unit in bound:  # their values are in the store now; this frees the model's own memory
         unit.evict(guard_type, ground.device.mark)
     trim_heap()

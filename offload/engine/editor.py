@@ -28,7 +28,7 @@ from offload.errors import StateError
 from offload.partition.chunk import Chunk, chunks_of
 from offload.partition.states import MOMENTS
 from offload.partition.unit import STORE_ALIGN_BYTES, Role, Unit, round_up
-from offload.runtime.binding import BoundUnit
+from offload.runtime.binding import BoundUnit, accept_edits
 from offload.runtime.idle import IdleGradients
 from offload.runtime.persistent import PersistentState
 from offload.runtime.residency import Residency
@@ -79,10 +79,17 @@ class Editor:
                 self._write_back(changed)
         finally:
             self._num_open -= 1
+            for unit in bound:
+                accept_edits(unit)
             for unit in held:
                 unit.holds -= 1
                 self._residency.evict(unit.unit.index)
                 unit.outdate()  # an edit may be more exact than a fill
+
+    @property
+    def is_open(self) -> bool:
+        """True inside a block."""
+        return self._num_open > 0
 
     def check_closed(self, what: str) -> None:
         """Raise StateError inside a block: what `what` changes would be taken for edits."""

@@ -3,6 +3,7 @@
 a parameter that the engine does not know     added, replaced or resized afterwards
 requires_grad where it was off                no state was reserved
 a small tensor in another storage             model.to(), half(), share_memory() ...
+a present parameter changed in place          outside gathered(): the masters would not know
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from torch import nn
 
 from offload.engine.connect import Parts
 from offload.errors import StateError
+from offload.runtime.binding import accept_edits, edited
 
 
 def check_intact(model: nn.Module, parts: Parts) -> None:
@@ -39,6 +41,27 @@ def check_intact(model: nn.Module, parts: Parts) -> None:
                 " requires_grad set; it may be turned off and on again afterwards."
             )
     _check_in_place(parts)
+    _check_unedited(parts)
+
+
+def _check_unedited(parts: Parts) -> None:
+    if parts.editor.is_open:
+        return
+    small = parts.ground.persistent
+    for bound in [*parts.residency.present.values(), *([small.bound] if small else [])]:
+        name = edited(bound)
+        if name is None:
+            continue
+        if small is not None and bound is small.bound:
+            small.refresh(parts.ground.device)
+            accept_edits(bound)
+        else:
+            bound.outdate()
+            parts.residency.evict(bound.unit.index)
+        raise StateError(
+            f"parameter {name!r}: expected edits inside `with engine.gathered(parameter):`, got one"
+            " outside, which the fp32 masters do not know. It is undone: edit inside such a block."
+        )
 
 
 def _check_in_place(parts: Parts) -> None:

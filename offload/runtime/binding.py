@@ -48,11 +48,11 @@ class BoundUnit:
         self.dtype = dtype
         self.presence = Presence.PRESENT
         self.holds = 0  # how many keep it present whatever forward and backward do
-        self._device = device
         self._classes = [type(parameter) for parameter in self.parameters]
         self._flat: torch.Tensor | None = None
         self.vacant: Event | None = None  # behind it compute no longer uses the storage's memory
         self._hole = torch.full((), float("nan"), dtype=dtype, device=device)
+        self._versions: list[int] = []  # of the parameters, when their values were the unit's
 
     @property
     def weight_bytes(self) -> int:
@@ -84,19 +84,20 @@ class BoundUnit:
 
     def hold(self) -> None:
         """Make the parameters views of a storage with their own values, for good."""
-        self._flat = new_storage(self.unit.num_elems, self.dtype, self._device)
+        self._flat = new_storage(self.unit.num_elems, self.dtype, self._hole.device)
         with torch.no_grad():
             for slot, parameter in zip(self.unit.slots, self.parameters, strict=True):
                 view = self.view(slot)
                 view.copy_(parameter.data)
                 parameter.data = view
+        accept_edits(self)
 
     def reserve(self, mark: Callable[[], Event | None]) -> None:
         """Allocate the storage of the next fill, unless it is there; `mark()`: a point behind all
         that compute was given so far.
         """
         if self._flat is None:
-            self._flat = new_storage(self.unit.num_elems, self.dtype, self._device)
+            self._flat = new_storage(self.unit.num_elems, self.dtype, self._hole.device)
             self.vacant = mark()
 
     def give_up(self) -> None:
@@ -117,6 +118,7 @@ class BoundUnit:
         for slot, parameter, plain in places:
             parameter.__class__ = plain
             parameter.data = self.view(slot)
+        accept_edits(self)
 
     def evict(
         self, guard: type[EvictedParameter], mark: Callable[[], Event | None]
@@ -142,6 +144,18 @@ class BoundUnit:
     def _move(self, expected: Presence, to: Presence) -> None:
         assert self.presence is expected, (self.unit.name, self.presence, to)
         self.presence = to
+
+
+def accept_edits(bound: BoundUnit) -> None:
+    """What present parameters hold now is the unit's."""
+    bound._versions = [parameter._version for parameter in bound.parameters]
+
+
+def edited(bound: BoundUnit) -> str | None:
+    """The name of a present parameter that was changed in place since, as far as torch tells:
+    it counts no edits of `p.data`."""
+    places = zip(bound.unit.slots, bound.parameters, bound._versions, strict=True)
+    return next((s.tensor.name for s, p, before in places if p._version != before), None)
 
 
 def _empty(parameter: nn.Parameter, hole: torch.Tensor, *, frozen: bool) -> None:

@@ -6,15 +6,21 @@
 An evicted parameter answers questions about itself (shape, dtype, requires_grad ...), is fetched
 when a model uses it during forward or backward, and otherwise refuses with a clear error.  Both
 classes answer for the gradient that the engine keeps.
+
+torch's functions ask it by `__torch_function__`.  vmap and torch.func do not: they wrap the tensors
+that they find in the tree of their arguments, so it is a branch of such trees, not a leaf.  What
+asks neither way (torch.tensor(p), Tensor.set_) finds NaN.
 """
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_iter
+from torch.utils import _pytree
 
 from offload.errors import StateError
 
@@ -66,8 +72,7 @@ _METADATA = _properties(
     _Tensor.storage_offset, _Tensor.is_floating_point, _Tensor.is_complex,
     _Tensor.element_size, _Tensor.requires_grad_, _Tensor.register_hook, _Tensor.__hash__,
     _Tensor.register_post_accumulate_grad_hook, _Tensor.get_device, _Tensor.__len__, _Tensor.type,
-    _Tensor.is_signed, _Tensor.untyped_storage, _Tensor.is_shared, _Tensor.data_ptr,
-    _Tensor.is_inference,
+    _Tensor.is_signed, _Tensor.is_shared, _Tensor.is_inference,
     torch.is_floating_point, torch.is_complex, torch.numel,
 }  # fmt: skip
 
@@ -136,9 +141,8 @@ class EvictedParameter(_Kept):
                 return func(*args, **kwargs)
             if func in _LAYOUT:  # of the weights, not of the NaN that stands for them
                 return func(torch.empty_like(args[0], device="meta"), *args[1:], **kwargs)
-            evicted = [
-                item for item in tree_iter((args, kwargs)) if isinstance(item, EvictedParameter)
-            ]
+            leaves = _pytree.tree_iter((args, kwargs), is_leaf=_is_evicted)
+            evicted = [item for item in leaves if isinstance(item, EvictedParameter)]
             if func is _Tensor.__repr__:
                 return repr(evicted[0])
             if func is _Tensor.detach and evicted[0]._guard.making_state_dict:
@@ -149,11 +153,22 @@ class EvictedParameter(_Kept):
                     guard.loading[guard.name_of(args[0])] = args[1]
                     return args[0]
             for parameter in evicted:
-                if isinstance(parameter, EvictedParameter) and not parameter._guard.serve(
-                    parameter
-                ):
-                    _refuse(parameter, getattr(func, "__name__", str(func)))
+                if _is_evicted(parameter):  # still: they may share a unit
+                    _serve(parameter, getattr(func, "__name__", str(func)))
             return func(*args, **kwargs)
+
+    def as_subclass(self, cls: Any) -> Any:
+        """torch's own asks nobody."""
+        _serve(self, "as_subclass")
+        return self.as_subclass(cls)
+
+    def _use_count(self) -> NoReturn:
+        """torch.utils.swap_tensors asks for it, before it takes the parameter's place."""
+        raise StateError(
+            f"torch.utils.swap_tensors of parameter {self._guard.name_of(self)!r}: expected one"
+            " that no engine holds, got one that the engine trains. Copy the values inside"
+            " `with engine.gathered(parameter):` instead."
+        )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         name = self._guard.name_of(self)
@@ -172,7 +187,14 @@ class EvictedParameter(_Kept):
         )
 
 
-def _refuse(parameter: EvictedParameter, operation: str) -> NoReturn:
+def _is_evicted(item: Any) -> bool:
+    return isinstance(item, EvictedParameter)
+
+
+def _serve(parameter: EvictedParameter, operation: str) -> None:
+    """Fetch it while the model runs, refuse otherwise."""
+    if parameter._guard.serve(parameter):
+        return
     name = parameter._guard.name_of(parameter)
     raise StateError(
         f"{operation} on parameter {name!r}: its data lives in the store, outside of forward and"
@@ -183,6 +205,24 @@ def _refuse(parameter: EvictedParameter, operation: str) -> NoReturn:
 def guard_class(guard: Guard) -> type[EvictedParameter]:
     """The class that an engine swaps its parameters to."""
     return type("EvictedParameter", (EvictedParameter,), {"_guard": guard})
+
+
+@contextlib.contextmanager
+def branch_of_trees(kind: type[EvictedParameter]) -> Iterator[None]:
+    """Ask parameters of this class too where a function walks through its arguments."""
+
+    def flatten(parameter: EvictedParameter) -> tuple[list[Any], None]:
+        _serve(parameter, "vmap, torch.func or the like")
+        return [parameter], None  # plain now
+
+    def unflatten(children: Any, context: None) -> Any:
+        return next(iter(children))
+
+    _pytree.SUPPORTED_NODES[kind] = _pytree.NodeDef(kind, flatten, unflatten, None)
+    try:
+        yield
+    finally:
+        del _pytree.SUPPORTED_NODES[kind]
 
 
 def idle_class(guard: Guard) -> type[IdleParameter]:

@@ -5,8 +5,8 @@ Prints one line per operation before it starts and one after: `served`, `refused
 
 from __future__ import annotations
 
-import contextlib
 import copy
+import ctypes
 import io
 import os
 import pickle
@@ -15,9 +15,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import safetensors.torch
 import torch
 from case import Case
 from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.utils.checkpoint import checkpoint
 
 from offload import OffloadEngine
 from offload.errors import StateError
@@ -82,15 +85,62 @@ VALUES: dict[str, Callable[[Param], object]] = {
     "broadcast": lambda p: torch.broadcast_to(p, (2, *p.shape)).clone(),
     "masked": lambda p: p[p > 0],
     "sort": lambda p: torch.sort(p).values,
+    "vmap": lambda p: torch.vmap(lambda row: row * 2)(p),
+    "vmap-of-a-closure": lambda p: torch.vmap(lambda row: p @ row)(torch.ones(3, p.shape[1])),
+    "func-grad": lambda p: torch.func.grad(lambda q: (q * q).sum())(p),
+    "func-grad-of-a-dict": lambda p: torch.func.grad(lambda d: d["p"].sum())({"p": p})["p"],
+    "func-vjp": lambda p: torch.func.vjp(torch.sum, p)[0],
+    "func-jvp": lambda p: torch.func.jvp(torch.sum, (p,), (p,))[1],
+    "func-jacrev": lambda p: torch.func.jacrev(lambda q: (q * q).sum())(p),
+    "func-jacfwd": lambda p: torch.func.jacfwd(torch.sum)(p),
+    "func-hessian": lambda p: torch.func.hessian(lambda q: (q[0] ** 3).sum())(p),
+    "func-linearize": lambda p: torch.func.linearize(torch.sum, p)[0],
+    "functionalize": lambda p: torch.func.functionalize(lambda q: q + 1)(p),
+    "forward-mode": lambda p: dual(p),
+    "jacobian": lambda p: torch.autograd.functional.jacobian(torch.sum, p),
+    "checkpoint": lambda p: checkpoint(torch.neg, p, use_reentrant=False),
+    "compile": lambda p: torch.compile(torch.neg, backend="eager")(p),
+    "custom-function": lambda p: Doubled.apply(p),
+    "operator": lambda p: torch.ops.aten.neg.default(p),
+    "as-subclass": lambda p: p.as_subclass(torch.Tensor),
+    "make-a-list": lambda p: torch.tensor([p[0, 0], p[0, 1]]),
+    "to-the-same": lambda p: p.to("cpu"),
+    "type-of-another": lambda p: p.to(torch.ones(1, dtype=torch.float64)),
+    "contiguous": lambda p: p.contiguous(),
+    "storage": lambda p: torch.empty(0).set_(p.untyped_storage()),
+    "typed-storage": lambda p: p._typed_storage().tolist(),
+    "pointer": lambda p: ctypes.c_float.from_address(p.data_ptr()).value,
+    "dlpack-itself": lambda p: np.from_dlpack(p),
+    "numpy-itself": lambda p: p.numpy(),
+    "copy": copy.copy,
+    "reduce": lambda p: torch.multiprocessing.reductions.reduce_tensor(p),
+    "safetensors": lambda p: safetensors.torch.save({"p": p}),
+    "swap-tensors": lambda p: torch.utils.swap_tensors(p, nn.Parameter(torch.zeros(p.shape))),
+    "set-data": lambda p: setattr(p, "data", torch.zeros(p.shape)),
+    "set-item": lambda p: p.__setitem__(0, 1.0),
+    "in-place-on-itself": lambda p: p.add_(1.0),
+    "resize": lambda p: p.resize_(3),
+    "out-into": lambda p: torch.neg(torch.zeros(p.shape), out=p),
+    "gather-in-a-list": lambda p: torch.cat([p, p]),
+    "collate": lambda p: torch.utils.data.default_collate([p, p]),
+    "quantize": lambda p: torch.quantize_per_tensor(p, 0.1, 0, torch.qint8).dequantize(),
+    "sparse": lambda p: p.to_sparse().to_dense(),
+    "contains": lambda p: float(1e30 in p),
+    "stack-of-modules": lambda p: torch.func.stack_module_state([Holder(p), Holder(p)])[0]["p"],
+    "functional-call": lambda p: torch.func.functional_call(
+        nn.Linear(1, 1, bias=False), {"weight": p}, (torch.ones(1, p.shape[1]),)
+    ),
 }
 
 
-# These read the data below `__torch_function__`: each runs in a fork, which may crash.
-BYPASSING: dict[str, Callable[[Param], object]] = {
-    "vmap": lambda p: torch.vmap(lambda row: row * 2)(p),
-    "new-tensor": lambda p: torch.tensor(p),
-    "func-grad": lambda p: torch.func.grad(lambda q: (q * q).sum())(p),
+# C code that takes a tensor and asks nobody: each runs in a fork, which may crash.
+BYPASSING: dict[str, Callable[[Param], torch.Tensor]] = {
+    "tensor": lambda p: torch.tensor(p),
     "script": lambda p: torch.jit.script(scripted)(p),
+    "new-tensor": lambda p: torch.zeros(1).new_tensor(p),
+    "Tensor": lambda p: torch.Tensor(p),
+    "set": lambda p: torch.empty(0).set_(p),
+    "capsule": lambda p: torch.from_dlpack(torch.utils.dlpack.to_dlpack(p.requires_grad_(False))),
 }
 
 ON_THE_MODEL: dict[str, Callable[[nn.Module], object]] = {
@@ -104,6 +154,27 @@ ON_THE_MODEL: dict[str, Callable[[nn.Module], object]] = {
 def initialise(module: nn.Module) -> None:
     for param in module.parameters(recurse=False):
         nn.init.zeros_(param)
+
+
+class Holder(nn.Module):
+    def __init__(self, p: Param) -> None:
+        super().__init__()
+        self.p = p
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, p: Tensor) -> Tensor:
+        return p * 2
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> Tensor:
+        return grad * 2
+
+
+def dual(p: Param) -> Tensor:
+    with forward_ad.dual_level():
+        return forward_ad.unpack_dual(forward_ad.make_dual(p, torch.ones(p.shape)).sum()).tangent
 
 
 def scripted(p: Tensor) -> Tensor:
@@ -136,8 +207,10 @@ def attempt(name: str, operation: Callable[[Param], object], param: Param, twin:
     say(f"try {name}")
     try:
         value = operation(param)
-    except StateError as error:
-        say(f"refused {name}: {error}")
+    except RuntimeError as error:  # torch's compiler wraps it, with its own text around
+        if not isinstance(error, StateError) and "engine.gathered" not in str(error):
+            raise
+        say(f"refused {name}: {' '.join(str(error).split())}")
         return
     expected = operation(twin)
     if isinstance(value, list) and isinstance(value[0], torch.Tensor):
@@ -148,15 +221,13 @@ def attempt(name: str, operation: Callable[[Param], object], param: Param, twin:
         say(f"{'served' if flat(value) == flat(expected) else 'wrong'} {name}")
 
 
-def attempt_in_a_fork(name: str, operation: Callable[[Param], object], param: Param) -> None:
+def attempt_in_a_fork(name: str, operation: Callable[[Param], Tensor], param: Param) -> None:
     say(f"try {name}")
     child = os.fork()
     if child == 0:
-        with contextlib.suppress(StateError):
-            operation(param)
-        os._exit(0)
-    if os.waitpid(child, 0)[1] != 0:
-        say(f"crashed {name}")
+        os._exit(0 if operation(param).isnan().all() else 1)
+    status = os.waitpid(child, 0)[1]
+    say(f"bypassed {name}: {status}")
 
 
 def attempt_on_the_model(name: str, operation: Callable[[nn.Module], object], model) -> None:

@@ -8,7 +8,17 @@ import models
 import pytest
 import torch
 import zoo
-from case import FP32, Case, Trained, assert_same, engine_step, train_in_memory, train_offloaded
+from case import (
+    FP32,
+    Case,
+    Trained,
+    assert_same,
+    collect_engine,
+    engine_step,
+    same_bits,
+    train_in_memory,
+    train_offloaded,
+)
 from torch import nn
 
 from offload import OffloadEngine
@@ -113,6 +123,33 @@ def test_what_was_frozen_cannot_be_thawed_without_a_word(tmp_path):
             engine(*CASE.batches(1)[0])
         engine.module.blocks[1].requires_grad_(False)
         one_step(engine, 1)
+
+
+def edit_and_go_on(engine: OffloadEngine, name: str, then: str) -> None:
+    """The edit is refused at once where the parameter is evicted, else where it would be used."""
+    with torch.no_grad():
+        engine.module.get_parameter(name).mul_(2)
+    engine(*CASE.batches(1)[0]) if then == "forward" else engine.step()
+
+
+@pytest.mark.parametrize("name", ["blocks.0.up.weight", "norm.weight"])
+@pytest.mark.parametrize("weights", ["device", "auto"])
+@pytest.mark.parametrize("then", ["forward", "step"])
+def test_an_edit_of_what_is_in_memory_counts_inside_gathered_only(name, weights, then, tmp_path):
+    settings = {} if weights == "auto" else {"placement": {"weights": weights, "state": "disk"}}
+    expected = train_in_memory(CASE)
+    with CASE.engine(tmp_path, device_memory="64MiB", **settings) as engine:
+        one_step(engine)
+        if then == "step":
+            engine.backward(engine(*CASE.batches(1)[0]))
+        with pytest.raises(StateError, match=rf"{name}.*gathered"):
+            edit_and_go_on(engine, name, then)
+        engine.optimizer.zero_grad()
+        seen = Trained()
+        for step in range(1, CASE.num_steps):
+            engine_step(engine, CASE, step, seen)
+        found = collect_engine(engine, seen)
+    assert all(same_bits(found.masters[key], expected.masters[key]) for key in expected.masters)
 
 
 @pytest.mark.parametrize("threshold", [0, 100, 10**9])

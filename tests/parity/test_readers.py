@@ -40,14 +40,15 @@ def test_no_read_of_an_evicted_parameter_crashes_the_process(attempts):
 def test_every_read_of_an_evicted_parameter_is_served_or_refused(attempts):
     _, lines, _ = attempts
     outcomes = [line for line in lines if line.split()[0] in ("served", "refused", "wrong")]
-    assert len(outcomes) >= 35
+    assert len(outcomes) >= 95
     assert not [line for line in outcomes if line.startswith("wrong")]
 
 
-def test_reads_below_torch_function_do_not_crash_either(attempts):
+def test_reads_in_c_that_ask_nobody_find_nan_and_do_not_crash(attempts):
     _, lines, _ = attempts
-    assert [line for line in lines if line == "try vmap"]
-    assert not [line for line in lines if line.startswith("crashed")]
+    found = [line for line in lines if line.startswith("bypassed")]
+    assert len(found) == 6
+    assert not [line for line in found if not line.endswith(": 0")]
 
 
 def test_refusals_name_the_parameter_and_the_way_out(attempts):
