@@ -90,6 +90,10 @@ class EngineConfig:
     resume: bool | str | None = (
         None  # True: resume; False: start fresh; "auto"; None: refuse to touch a store that exists
     )
+    existing_store: str = (  # what to do about one that is refused, in words of the caller's users
+        "Go on with it (resume=True, offload-train --resume), discard it (resume=False,"
+        " offload-train --fresh), or give this job another name (name=)."
+    )
     update_threads: int | None = None  # None: what this process may use (offload/threads.py)
     update_cpus: tuple[int, ...] = ()  # processors that the update is pinned to; empty: none
     aio_backend: str = "auto"

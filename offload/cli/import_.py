@@ -54,6 +54,7 @@ def command(
         "nvme_path": list(paths), "name": name, "dtype": dtype, "host_memory": host_memory,
         "param_persistence_threshold": persistence_threshold, "device": "cpu",
         "resume": False if fresh else None,
+        "existing_store": "Discard it (--fresh), or give the new one another name (--name).",
     }  # fmt: skip
     build: Callable[..., Any] = open_pretrained if deepspeed is None else make_empty
     with shell.one_line():

@@ -403,7 +403,8 @@ def open_store(blueprint: Blueprint) -> tuple[Store, bool]:
     store = Store.create(
         config.nvme_path, name, extents, layout=layout, durability=config.durability,
         num_sides=1 if config.durability == "none" else 2,
-        fresh=resume is False, scratch_bytes=spill_bytes(blueprint), rates=blueprint.drives.rates,
+        fresh=resume is False, advice=config.existing_store, rates=blueprint.drives.rates,
+        scratch_bytes=spill_bytes(blueprint),
     )  # fmt: skip
     return store, False
 
@@ -426,14 +427,14 @@ def _check_sides(store: Store, durability: str) -> None:
         raise StoreError(
             f'store {store.folders[0]}: expected one side for durability="none", got two: it was'
             ' made with "process" or "step". Go on with one of these, or save a checkpoint and load'
-            ' it into a new store made with "none" (--fresh).'
+            ' it into a new store made with "none".'
         )
     if store.manifest.num_sides == 1 and durability != "none":
         store.close()
         raise StoreError(
             f"store {store.folders[0]}: expected two sides for durability={durability!r}, got one:"
-            ' it was made with durability="none". Go on with that (--durability none --resume), or'
-            " save a checkpoint and load it into a new store (--fresh)."
+            ' it was made with durability="none". Go on with that, or save a checkpoint and'
+            " load it into a new store."
         )
 
 

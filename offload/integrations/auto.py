@@ -36,6 +36,7 @@ from offload.optim.optimizer import OffloadOptimizer
 
 _Optimizer = torch.optim.Optimizer
 _Layout = tuple[str, tuple[tuple[str, torch.Size], ...]]
+_EXISTING = "Discard it (--fresh), or name another folder (--nvme): a plain script begins anew."
 _STEPS = ("step", "zero_grad", "state_dict", "load_state_dict", "add_param_group")
 
 
@@ -183,7 +184,7 @@ class AutoOffload(contextlib.AbstractContextManager["AutoOffload"]):
             engine = OffloadEngine(
                 module, optimizer=optimizer, dtype=dtype, compute_dtype=dtype,
                 device=parameters[0].device, name=name,
-                config=without_schedule(configured_source(None)),
+                config=without_schedule(configured_source(None)), existing_store=_EXISTING,
             )  # fmt: skip
         except (ConfigError, StoreError) as error:
             return str(error).rstrip(".")

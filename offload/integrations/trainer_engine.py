@@ -25,6 +25,12 @@ from offload.integrations.trainer_settings import (
 from offload.interchange.pretrained import open_pretrained
 from offload.runtime.source import LoadedModel
 
+_EXISTING = (
+    "trainer.train(resume_from_checkpoint=...) goes on from a checkpoint and replaces it. Discard"
+    " it (offload={'resume': False}, offload-train --fresh), or give this job another name"
+    " (offload={'name': ...})."
+)
+
 
 class FolderModel:
     """A model whose weights are in files, until somebody writes to them or replaces them."""
@@ -59,7 +65,7 @@ def make_engine(
     file = file_of(trainer)
     tell_types(trainer.model, trainer.args)
     settings = engine_settings(trainer.model, trainer.args, trainer.offload, file=file)
-    settings |= _optimizer(trainer, file)
+    settings |= {"existing_store": _EXISTING, **_optimizer(trainer, file)}
     if before is not None:
         settings |= {"resume": False, "name": outer_loop.name_of(before)}
     elif replaced:

@@ -123,8 +123,8 @@ def describe_new(
     )
 
 
-def refuse_existing(found: Found, *, fresh: bool) -> None:
-    """Raise when something would be lost, unless the caller said so with `fresh`."""
+def refuse_existing(found: Found, *, fresh: bool, advice: str) -> None:
+    """Raise, with `advice`, when something would be lost, unless the caller said `fresh`."""
     for store_folder in found.occupied:
         folder.check_only_ours(store_folder)
     if fresh:
@@ -132,9 +132,7 @@ def refuse_existing(found: Found, *, fresh: bool) -> None:
     content = describe_content(found)
     if content is not None:
         raise StoreError(
-            f"store {found.manifest}: expected no store of this name, got {content}. "
-            "Go on with it (resume=True, --resume), discard it (resume=False, --fresh), "
-            "or give this job another name."
+            f"store {found.manifest}: expected no store of this name, got {content}. {advice}"
         )
     folder.check_half_made(found)
 
@@ -158,7 +156,7 @@ def describe_content(found: Found) -> str | None:
     return f"damaged records ({problems[0]})" if problems else None
 
 
-def build(found: Found, manifest: Manifest, *, fresh: bool) -> list[FolderLock]:
+def build(found: Found, manifest: Manifest, *, fresh: bool, advice: str) -> list[FolderLock]:
     """Write the store in `found.folders`; return the locks, which the caller now owns."""
     locks: list[FolderLock] = []
     touched: list[Path] = []  # removed again if anything fails
@@ -170,7 +168,7 @@ def build(found: Found, manifest: Manifest, *, fresh: bool) -> list[FolderLock]:
             locks.append(FolderLock(store_folder))
         # Somebody may have made and left a store since the first look; now nobody can.
         again = folder.find([store_folder.parent for store_folder in found.folders], manifest.name)
-        refuse_existing(again, fresh=fresh)
+        refuse_existing(again, fresh=fresh, advice=advice)
         for store_folder in found.folders:
             _log_reclaimed(store_folder)
             touched += [store_folder] if store_folder not in touched else []

@@ -24,6 +24,7 @@ from offload.store.lock import boot_id
 
 _LOG = logging.getLogger(__name__)
 _MAX_DIFFERENCES = 4
+_ANEW = "(resume=False, offload-train --fresh)"
 
 
 def read_manifest(
@@ -35,7 +36,7 @@ def read_manifest(
         where = ", ".join(str(folder) for folder in found.folders)
         raise StoreError(
             f"store {name!r}: expected a store at {where}, got none. {_others(found, layout)}"
-            "Check the paths and the name, or start without resuming (--fresh)."
+            "Check the paths and the name, or start without resuming."
         )
     return decode_manifest(found.manifest.read_bytes(), str(found.manifest))
 
@@ -91,7 +92,7 @@ def check_layout(manifest: Manifest, layout: Mapping[str, Any]) -> None:
         return
     raise StoreError(
         f"store {manifest.name!r} was made for another model or other settings: {cut(found)}. "
-        "Use the settings it was made with, another name, or discard it (--fresh)."
+        f"Use the settings it was made with, another name, or discard it {_ANEW}."
     )
 
 
@@ -137,10 +138,12 @@ def newest_record(log: CommitLog, manifest: Manifest) -> Record:
         return record
     what = f"store {manifest.name!r} holds no valid generation"
     if problems:
-        raise StoreCorrupt(f"{what}: {' '.join(problems)} Restore a checkpoint, or use --fresh.")
+        raise StoreCorrupt(
+            f"{what}: {' '.join(problems)} Restore a checkpoint, or discard it {_ANEW}."
+        )
     raise StoreError(
         f"{what}: the job that made it ended before its first commit, or ran with "
-        'durability="none" and was killed. Start afresh (--fresh).'
+        f'durability="none" and was killed. Start anew {_ANEW}.'
     )
 
 
@@ -160,7 +163,7 @@ def check_survived(files: DataFiles, record: Record, manifest: Manifest) -> None
         f"store {manifest.name!r}: generation {record.generation} was written with "
         f'durability="{record.durability}", not flushed, and the machine has restarted since: '
     )
-    advice = 'Restore a checkpoint, or start afresh (--fresh); durability="step" prevents this.'
+    advice = f'Restore a checkpoint, or start anew {_ANEW}; durability="step" prevents this.'
     if not all(checksum.is_sealed(record, unit) for unit in record.sides):
         raise StoreError(
             f"{what}parts of it may be lost, and it has no checksums to tell. {advice} "

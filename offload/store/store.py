@@ -80,6 +80,7 @@ class Store(contextlib.AbstractContextManager["Store"]):
         num_sides: int = 2,
         durability: str = "process",
         fresh: bool = False,
+        advice: str = "Open it, or discard it with fresh=True.",
         scratch_bytes: int = 0,
         rates: Sequence[float] | None = None,
     ) -> Store:
@@ -87,7 +88,8 @@ class Store(contextlib.AbstractContextManager["Store"]):
 
         `layout` describes the model in JSON values; `open` compares it.  `scratch_bytes` joins the
         check of free space for what `scratch` will ask.  `rates`: bytes per second of each path,
-        to which its share is proportional.  `fresh` discards a store of this name.
+        to which its share is proportional.  `fresh` discards a store of this name; without it,
+        `advice` tells what to do with one.
         Raises `StoreError`, with nothing left behind, when a path is missing, unwritable or too
         full, when the name is in use, or when it holds something and `fresh` is false.
         """
@@ -97,12 +99,12 @@ class Store(contextlib.AbstractContextManager["Store"]):
             for store_folder in found.occupied:
                 if holder(store_folder) is not None:
                     raise in_use(store_folder)
-            build.refuse_existing(found, fresh=fresh)
+            build.refuse_existing(found, fresh=fresh, advice=advice)
             placed = build.place(found, units, num_sides, scratch_bytes=scratch_bytes, rates=rates)
             manifest = build.describe_new(
                 found, name, placed=placed, num_sides=num_sides, layout=recover.plain(layout)
             )
-            locks = build.build(found, manifest, fresh=fresh)
+            locks = build.build(found, manifest, fresh=fresh, advice=advice)
             with contextlib.ExitStack() as undo:
                 undo.callback(build.discard, found.folders, locks)
                 store = cls(found.folders, manifest, locks=locks, durability=durability)

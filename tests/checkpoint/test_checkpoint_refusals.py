@@ -158,7 +158,7 @@ STORE_DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
     "manifest": (lambda f: flip(f / "MANIFEST", 200), "MANIFEST: expected checksum"),
     "both records": (
         lambda f: [flip(f / name, 50) for name in ("COMMIT.0", "COMMIT.1")],
-        "holds no valid generation.*Restore a checkpoint, or use --fresh",
+        "holds no valid generation.*Restore a checkpoint, or discard it .*--fresh",
     ),
     "missing path": (
         lambda f: f.rename(f.parent.parent / "gone"),
@@ -211,7 +211,7 @@ def test_resuming_with_other_settings_tells_of_the_store_that_is_there(tmp_path:
         error.value
     )
     assert 'dtype: expected "float32", got "bfloat16"' in str(error.value)
-    assert "--fresh" in str(error.value)
+    assert "without resuming" in str(error.value)
     assert content(folder) == before
 
 
@@ -237,7 +237,7 @@ def test_rot_in_what_is_saved_is_found_when_it_is_copied(tmp_path: Path, other_d
 
 def test_a_one_sided_store_is_not_resumed_with_more_than_it_can_promise(tmp_path: Path) -> None:
     stopped(tmp_path / "store", durability="none")
-    with pytest.raises(StoreError, match=r"expected two sides.*got one.*--durability none"):
+    with pytest.raises(StoreError, match=r"expected two sides.*got one.*Go on with that"):
         Run(tmp_path / "store", resume=True)
     with running(tmp_path / "store", resume=True, durability="none") as run:
         assert run.engine.global_step == 2

@@ -431,6 +431,7 @@ def test_a_store_that_is_there_is_not_touched(watched, monkeypatch):
     monkeypatch.delenv("OFFLOAD_RESUME")
     ours = watched.run(one_model)
     assert re.search("left alone .*: store .*expected no store.*--fresh", watched.said[-1])
+    assert "resume" not in watched.said[-1]  # which --auto refuses
     assert all(same_bits(plain[name], ours[name]) for name in plain)
     assert {file: file.stat().st_mtime_ns for file in watched.folder.rglob("*")} == before
 

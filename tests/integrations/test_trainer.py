@@ -340,9 +340,16 @@ def test_a_store_to_resume_is_refused(
 
 
 def test_a_store_that_exists_is_not_overwritten_unasked(make: Any, tmp_path: Path) -> None:
-    make().train()
-    with pytest.raises(StoreError, match="exist"):
+    first = make()
+    first.train()
+    first.close()
+    with pytest.raises(StoreError, match=r"expected no store.*resume_from_checkpoint") as error:
         make(offload={"nvme_path": tmp_path / "nvme-0"}).train()
+    assert "resume=True" not in str(error.value)  # which a Trainer refuses
+    for settings in ({"resume": False}, {"name": "other"}):
+        again = make(offload={"nvme_path": tmp_path / "nvme-0", **settings})
+        again.train()
+        again.close()
 
 
 def test_a_checkpoint_replaces_the_store_of_the_run_before(make: Any, tmp_path: Path) -> None:

@@ -186,6 +186,7 @@ def test_an_imported_model_is_trained_from(tmp_path):
     status, output = offload(*arguments)
     assert status == 1
     assert "--fresh" in output
+    assert "resume" not in output
     assert offload(*arguments, "--fresh")[0] == 0
 
 
