@@ -133,7 +133,8 @@ def lay_out(
 ) -> Unit:  # fmt: skip
     """Place `tensors` (in `named_parameters()` order) in a unit: trainable first, then frozen.
 
-    Those that stay fp32 move whole.
+    Those that stay fp32 move whole.  Where an update writes weights without reading them (fp16),
+    frozen ones begin with a block of the store.
 
     Where `states` packs, the trainable ones that are not plain come before those that are.
     """
@@ -146,7 +147,10 @@ def lay_out(
     kept = {tensor.name for tensor in packed}
     plain = [t for t in tensors if t.trainable and t.name not in kept]
     trainable_end = _place(plain, slots, packed_end, ALIGN_ELEMS)
-    end = _place([t for t in tensors if not t.trainable], slots, trainable_end, ALIGN_ELEMS)
+    frozen = [t for t in tensors if not t.trainable]
+    if frozen and states.weights.made:  # written without being read: no block may hold both
+        trainable_end = round_up(trainable_end, STORE_ALIGN_BYTES // ELEM_BYTES[Role.PARAM])
+    end = _place(frozen, slots, trainable_end, ALIGN_ELEMS)
     return Unit(name, index, tuple(slots), trainable_end, end, states, packed_end)
 
 

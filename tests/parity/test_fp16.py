@@ -29,6 +29,7 @@ from case import (
 
 from offload import OffloadEngine
 from offload.errors import ConfigError, StateError, StoreError
+from offload.store.inspect import verify
 
 STEADY = Case(
     dtype=FP16, num_steps=5, scaling=(("initial_scale_power", 10), ("hysteresis", 1))
@@ -149,6 +150,24 @@ def test_parameters_without_gradient_and_frozen_ones_keep_their_weights(tmp_path
     for name, value in oracle.model.state_dict().items():
         assert seen[name].dtype is FP16
         assert same_bits(seen[name].float(), value), name
+
+
+@pytest.mark.parametrize("frozen", ["up.weight", "qkv.bias", "norm"])
+def test_frozen_weights_beside_trained_ones_are_never_written(frozen: str, tmp_path: Path) -> None:
+    """Trained weights are written without being read, in whole blocks: none may hold a frozen
+    one."""
+    case = dataclasses.replace(STEADY, frozen=(frozen,))
+    with case.engine(tmp_path) as engine:
+        trained = train_offloaded(engine, case)
+        seen = engine.module.state_dict()
+    assert_same(trained, train_in_memory(case))
+    before = case.oracle().model.state_dict()
+    kept = [name for name in before if frozen in name]
+    assert kept
+    assert all(same_bits(seen[name].float(), before[name]) for name in kept)
+    (folder,) = tmp_path.iterdir()
+    for unit, problems in verify([tmp_path], folder.name.removeprefix("offload-")):
+        assert not problems, unit
 
 
 def test_an_injected_infinity_skips_the_step_and_halves_the_scale(
