@@ -78,7 +78,9 @@ class Stepper:
 
     def assume(self) -> Rows:
         """The rows of the next step if nothing is clipped and every parameter gets a gradient."""
-        return self._rows(set(self._names), 1.0 / self._scale.value)
+        slots = (slot for unit in self._units for slot in unit.slots)
+        names = {slot.tensor.name for slot in slots if slot.tensor.trainable}
+        return self._rows(names, 1.0 / self._scale.value)
 
     def step(
         self, speculator: Speculator, *, order: Sequence[int],

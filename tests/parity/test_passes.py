@@ -8,11 +8,23 @@ import models
 import pytest
 import torch
 import zoo
-from case import FP32, Case, Trained, assert_same, collect_engine, collect_oracle, engine_step
+from case import (
+    FP32,
+    Case,
+    Trained,
+    assert_same,
+    collect_engine,
+    collect_oracle,
+    engine_step,
+    train_in_memory,
+    train_offloaded,
+)
 from models import Block, token_loss
 from oracle import Oracle
 from test_corners import smallest
 from torch import Tensor, nn
+
+from offload import OffloadEngine
 
 CASE = Case(kind=zoo.Small, dtype=FP32, clipping=0.5)
 PLACES = ["disk", "host"]
@@ -188,6 +200,17 @@ def test_requires_grad_turned_off_and_on_is_that_of_memory(tmp_path):
         for model in (oracle.model, engine.module):
             model.requires_grad_(True)
         assert_same(collect_engine(engine, ours), collect_oracle(oracle, theirs))
+
+
+@pytest.mark.parametrize("overlap", ["speculate", "hold"])
+def test_a_group_may_hold_what_is_frozen_from_the_start(overlap, tmp_path):
+    """As `AdamW(model.parameters())` does: units without any state are not updated ahead."""
+    case = dataclasses.replace(CASE, frozen=("blocks.0.", "embed"))
+    model = case.model()
+    groups = [{"params": list(model.parameters()), **case.groups[0].settings()}]
+    settings = case.settings(model, tmp_path) | {"params": groups, "overlap": overlap}
+    with OffloadEngine(model, **settings) as engine:
+        assert_same(train_offloaded(engine, case), train_in_memory(case))
 
 
 def test_a_state_dict_loads_inside_gathered_and_replaces_the_masters(tmp_path):
