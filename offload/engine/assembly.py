@@ -10,8 +10,9 @@ import contextlib
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from torch import nn
 
 from offload import kernels
 from offload.checkpoint.folder import is_checkpoint
+from offload.checkpoint.regroup import trained_in
 from offload.config import EngineConfig
 from offload.engine.drives import Drives, plan_drives
 from offload.errors import BudgetError, ConfigError, StoreError
@@ -49,7 +51,10 @@ from offload.schedule.resident import (
     unwritten,
 )
 from offload.schedule.undo import Terms, choose_undo, in_memory
+from offload.store import lineage
 from offload.store.extents import UnitExtents
+from offload.store.folder import MANIFEST_NAME
+from offload.store.format import decode_manifest
 from offload.store.store import Store, exists
 from offload.threads import Processors, ThreadPlan, plan_threads
 
@@ -61,6 +66,7 @@ class Blueprint:
     """Decisions about a model, made before anything is allocated."""
 
     config: EngineConfig
+    name: str  # of the store
     model: nn.Module
     device: torch.device
     compute_dtype: torch.dtype
@@ -117,8 +123,15 @@ class Blueprint:
         return self.device_memory - taken
 
 
-def plan(model: nn.Module, config: EngineConfig, rule: Rule) -> Blueprint:
-    """Decide everything; raises ConfigError or BudgetError."""
+def plan(
+    model: nn.Module, config: EngineConfig, rule: Rule, *,
+    name: str | None = None, trained: Collection[str] | None = None,
+) -> Blueprint:  # fmt: skip
+    """Decide everything; raises ConfigError or BudgetError.
+
+    `name` of the store and `trained`, parameters with state: those of a store that grows.  None:
+    as the configuration and the model say; a store that is resumed knows what is trained.
+    """
     device = _indexed(
         config.device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     )  # fmt: skip
@@ -126,12 +139,7 @@ def plan(model: nn.Module, config: EngineConfig, rule: Rule) -> Blueprint:
     compute = config.compute_dtype or default_compute_dtype(device, config.dtype)
     weights = Weights(str(config.dtype).removeprefix("torch."))
     states = replace(choose_states(rule, config.state_dtype), weights=weights)
-    found = discover(
-        model, persistence_threshold=config.param_persistence_threshold, states=states,
-        state_elems=_state_elems(rule), most_persistent=config.model_persistence_threshold,
-    )  # fmt: skip
-    if not found.parameters:
-        raise ConfigError(f"model {type(model).__name__}: expected float parameters, got none.")
+    found, name = _find(model, config, rule, states, name=name, trained=trained)
     several = config.gradient_accumulation_steps > 1
     formats = Formats(
         weight=max((u.states.weights.fetched_bytes for u in found.units), default=2),
@@ -152,9 +160,27 @@ def plan(model: nn.Module, config: EngineConfig, rule: Rule) -> Blueprint:
         update_threads=config.update_threads, update_cpus=config.update_cpus,
     )  # fmt: skip
     return Blueprint(
-        config, model, device, compute, found, formats, placement, device_memory, threads, drives,
-        rule, packings, states,
+        config, name, model, device, compute, found, formats, placement, device_memory, threads,
+        drives, rule, packings, states,
     )  # fmt: skip
+
+
+def _find(
+    model: nn.Module, config: EngineConfig, rule: Rule, states: StateTable, *,
+    name: str | None, trained: Collection[str] | None,
+) -> tuple[Discovery, str]:  # fmt: skip
+    """The units of `model` and the name of their store; `name` and `trained` as of plan()."""
+    find = partial(
+        discover, model, persistence_threshold=config.param_persistence_threshold, states=states,
+        state_elems=_state_elems(rule), most_persistent=config.model_persistence_threshold,
+    )  # fmt: skip
+    found = find(trained=trained)
+    if not found.parameters:
+        raise ConfigError(f"model {type(model).__name__}: expected float parameters, got none.")
+    name = name or config.name or _layout_name(model, _layout(config, rule, found, states))
+    if trained is None and config.resume is not None and config.resume is not False:
+        found = find(trained=_stored_trained(config, name, found))
+    return found, name
 
 
 def place_all(
@@ -361,23 +387,43 @@ def _free_device(
 
 def describe_layout(blueprint: Blueprint) -> dict[str, Any]:
     """What a store is compared with when it is opened."""
-    dtype = str(blueprint.config.dtype).removeprefix("torch.")
-    return {
-        "dtype": dtype, "optimizer": blueprint.rule.name,
-        **describe_units(blueprint.units, blueprint.states),
-    }  # fmt: skip
+    return _layout(blueprint.config, blueprint.rule, blueprint.found, blueprint.states)
 
 
-def store_name(blueprint: Blueprint) -> str:
-    """The engine's name, or a hash of the model's layout."""
-    if blueprint.config.name:
-        return blueprint.config.name
-    layout = describe_layout(blueprint)
+def _layout(
+    config: EngineConfig, rule: Rule, found: Discovery, states: StateTable
+) -> dict[str, Any]:  # fmt: skip
+    dtype = str(config.dtype).removeprefix("torch.")
+    units = found.units + ((found.persistent,) if found.persistent else ())
+    return {"dtype": dtype, "optimizer": rule.name, **describe_units(units, states)}
+
+
+def _layout_name(model: nn.Module, layout: Mapping[str, Any]) -> str:
+    """A hash of the model's layout, as it is wrapped."""
     # Not the optimizer and its state: the same model with another one must find this store, and be
     # refused.
     tensors = sorted(tensors_of(layout).items())
     text = json.dumps([layout["dtype"], tensors], sort_keys=True)
-    return f"{type(blueprint.model).__name__}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
+    return f"{type(model).__name__}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
+
+
+def _stored_trained(config: EngineConfig, name: str, found: Discovery) -> set[str] | None:
+    """Which parameters have state in the store that is resumed; None: there is no such store."""
+    layout = stored_layout(config, name)
+    if layout is None:
+        return None
+    return trained_in(layout) & found.parameters.keys()
+
+
+def stored_layout(config: EngineConfig, name: str) -> Mapping[str, Any] | None:
+    """The layout of the store, or the checkpoint, that lies there."""
+    (first, *others) = config.nvme_path
+    if config.read_only and not others and is_checkpoint(first):
+        with contextlib.suppress(StoreError, OSError):  # opening it tells
+            where = first / MANIFEST_NAME
+            return decode_manifest(where.read_bytes(), str(where)).layout
+        return None
+    return lineage.layout_of(config.nvme_path, name)
 
 
 def spill_bytes(blueprint: Blueprint) -> int:
@@ -388,7 +434,8 @@ def spill_bytes(blueprint: Blueprint) -> int:
 
 def open_store(blueprint: Blueprint) -> tuple[Store, bool]:
     """Open or create the store; True: it resumes a generation."""
-    config, name = blueprint.config, store_name(blueprint)
+    config = blueprint.config
+    name = lineage.newest(config.nvme_path, blueprint.name)
     layout = describe_layout(blueprint)
     if config.read_only:
         return _open_read_only(config, name, layout), True
@@ -398,15 +445,23 @@ def open_store(blueprint: Blueprint) -> tuple[Store, bool]:
     if resume:
         store = Store.open(config.nvme_path, name, layout=layout, durability=config.durability)
         _check_sides(store, config.durability)
+        lineage.discard_others(config.nvme_path, blueprint.name, name)
         return store, True
+    store = create_store(blueprint, name, fresh=resume is False)
+    lineage.discard_others(config.nvme_path, blueprint.name, name)
+    return store, False
+
+
+def create_store(blueprint: Blueprint, name: str, *, fresh: bool) -> Store:
+    """Reserve a store for what was decided, under `name`."""
+    config = blueprint.config
     extents = [UnitExtents.of(unit) for unit in blueprint.units]
-    store = Store.create(
-        config.nvme_path, name, extents, layout=layout, durability=config.durability,
-        num_sides=1 if config.durability == "none" else 2,
-        fresh=resume is False, advice=config.existing_store, rates=blueprint.drives.rates,
+    return Store.create(
+        config.nvme_path, name, extents, layout=describe_layout(blueprint),
+        durability=config.durability, num_sides=1 if config.durability == "none" else 2,
+        fresh=fresh, advice=config.existing_store, rates=blueprint.drives.rates,
         scratch_bytes=spill_bytes(blueprint),
     )  # fmt: skip
-    return store, False
 
 
 def _open_read_only(config: EngineConfig, name: str, layout: dict[str, Any]) -> Store:

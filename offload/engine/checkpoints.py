@@ -12,7 +12,12 @@ from typing import Any
 
 from offload.checkpoint import folder
 from offload.checkpoint.load import Checkpoint, check_layout, copy_into, open_checkpoint
-from offload.checkpoint.regroup import is_regrouped, regroup_into
+from offload.checkpoint.regroup import (
+    is_regrouped,
+    regroup_into,
+    trained_in,
+    with_trained,
+)
 from offload.checkpoint.save import Content, Saver, Saving
 from offload.engine import standstill
 from offload.engine.assembly import describe_layout
@@ -58,12 +63,33 @@ class Checkpoints:
         content = Content(payload, state["global_step"], ledger.generation, sides, record)
         return self.saver.save(directory, tag, content, keep=keep)
 
-    def load(
+    def trained(
         self, directory: Path, tag: str | None, *, check: Callable[[Mapping[str, Any]], None]
+    ) -> set[str]:
+        """Names of the parameters that have state in a checkpoint; none where there is none.
+
+        Where it cannot be loaded even with room for them: StoreError, or what `check(state)`
+        raises.
+        """
+        self.saver.finish()
+        found = folder.find(directory, tag)
+        if found is None:
+            return set()
+        checkpoint = open_checkpoint(found)
+        blueprint = self._parts.ground.blueprint
+        layout = plain(describe_layout(blueprint))
+        names = trained_in(checkpoint.manifest.layout) & blueprint.found.parameters.keys()
+        if not is_regrouped(with_trained(layout, names), checkpoint.manifest.layout):
+            check_layout(checkpoint, layout)
+        check(decode(checkpoint.record.payload))
+        return names
+
+    def load(
+        self, directory: Path, tag: str | None
     ) -> tuple[Path, dict[str, Any], dict[str, Any]] | None:
         """Make a checkpoint the current generation; return its folder, state and client state.
 
-        `check(state)` raises before anything is changed.  None: there is no checkpoint.
+        trained() has checked it, and there is room.  None: there is no checkpoint.
         """
         self.saver.finish()
         found = folder.find(directory, tag)
@@ -75,7 +101,6 @@ class Checkpoints:
             check_layout(checkpoint, layout)
         state = decode(checkpoint.record.payload)
         client_state = state.pop(_CLIENT, {})
-        check(state)
         self._replace(checkpoint, encode(state))
         return found.path, state, client_state
 

@@ -68,12 +68,12 @@ class Configured:
         engine.optimizer.register_step_pre_hook(after.before)
         engine.optimizer.register_step_post_hook(after.after)
         blueprint = engine._parts.ground.blueprint
-        closing = engine._parts.ground.closing
+        attached = engine._parts.ground.attached
         if self.recipe.autocast is not None:
             dtype = getattr(torch, self.recipe.autocast)
-            closing.callback(autocast_forward(engine.module, blueprint.device.type, dtype))
+            attached.callback(autocast_forward(engine.module, blueprint.device.type, dtype))
         if self.recipe.cast_inputs:
-            closing.callback(cast_inputs(engine.module, blueprint.compute_dtype))
+            attached.callback(cast_inputs(engine.module, blueprint.compute_dtype))
 
 
 def configure(

@@ -71,6 +71,17 @@ class Captures:
     state: Callable[[], dict[str, Any]]
     late: Callable[[], dict[str, Any]]  # what steps after step()
     groups: Groups
+    before_forward: Callable[[], Hooks]  # something may be trained that was not; who goes on
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A store that is there, and what an engine has that goes on with it."""
+
+    store: Store
+    resumed: bool
+    metrics: Metrics
+    attached: contextlib.ExitStack
 
 
 @dataclass(frozen=True)
@@ -87,6 +98,7 @@ class Ground:
     ledger: Ledger
     persistent: PersistentState | None
     resident: ResidentBuffers
+    attached: contextlib.ExitStack  # what others have made for this engine; closed first
     closing: contextlib.ExitStack  # closes everything, in reverse order of construction; a store
     # that was made just now is removed if it leaves with an error
 
@@ -108,26 +120,33 @@ class Parts:
     reader: Reader
     editor: Editor
     names_by_id: dict[int, str]  # parameters
+    captures: Captures
+    frozen: set[str]  # parameters, when the last forward with gradients began; or without state
 
 
 def connect(
-    blueprint: Blueprint, captures: Captures, places: Mapping[str, FilePlace]
+    blueprint: Blueprint, captures: Captures, places: Mapping[str, FilePlace], *,
+    opened: Opened | None = None,
 ) -> Parts:  # fmt: skip
     """Allocate, open, write or resume, bind.  Unmakes everything if it fails.
 
-    `places`: files that hold parameters' values.
+    `places`: files that hold parameters' values.  `opened`: what the engine has already.
     """
     with contextlib.ExitStack() as undo:
         closing = contextlib.ExitStack()
         undo.push(closing)
-        store, resumed = open_store(blueprint)
+        if opened is None:
+            store, resumed = open_store(blueprint)
+            opened = Opened(store, resumed, Metrics(), contextlib.ExitStack())
+        store = opened.store
         closing.callback(store.close)
-        if not resumed:
+        if store.committed is None:
             closing.push(_remove_on_error(store))
-        ground = _lay_ground(blueprint, store, resumed, captures, closing=closing)
+        ground = _lay_ground(blueprint, opened, captures, closing=closing)
         _load(ground, places)
         parts = _build(ground, captures)
-        begin_metrics(ground.metrics, blueprint, ground.queue, resumed=resumed, closing=closing)
+        go_on = store.committed is not None
+        begin_metrics(ground.metrics, blueprint, ground.queue, resumed=go_on, closing=closing)
         undo.pop_all()
         return parts
 
@@ -142,10 +161,9 @@ def _remove_on_error(store: Store) -> Callable[..., bool]:
 
 
 def _lay_ground(
-    blueprint: Blueprint, store: Store, resumed: bool, captures: Captures, *,
-    closing: contextlib.ExitStack,
+    blueprint: Blueprint, opened: Opened, captures: Captures, *, closing: contextlib.ExitStack
 ) -> Ground:  # fmt: skip
-    metrics = Metrics()
+    store, metrics = opened.store, opened.metrics
     queue = open_queue(blueprint.drives)
     closing.callback(queue.close)
     memory = divide(blueprint)
@@ -168,8 +186,9 @@ def _lay_ground(
     )  # fmt: skip
     ledger = Ledger(store, units, metrics, capture_late=captures.late, write_back=write_back)
     return Ground(
-        blueprint, store, resumed, metrics, queue, memory, device, ledger, persistent,
-        ResidentBuffers(memory.resident, queue, ledger, copies=memory.copies), closing,
+        blueprint, store, opened.resumed, metrics, queue, memory, device, ledger, persistent,
+        ResidentBuffers(memory.resident, queue, ledger, copies=memory.copies), opened.attached,
+        closing,
     )  # fmt: skip
 
 
@@ -213,8 +232,7 @@ def _build(ground: Ground, captures: Captures) -> Parts:
     ground.closing.callback(idle.hide)
     hooks = Hooks(
         blueprint.model, blueprint.found.hooks, residency, keeper,
-        persistent=persistent,
-        before_forward=lambda: _engine_called(ground, guard), listener=speculator,
+        persistent=persistent, before_forward=captures.before_forward, listener=speculator,
     )  # fmt: skip
     hooks.last_micro_step = blueprint.config.gradient_accumulation_steps == 1
     ground.closing.callback(hooks.close)
@@ -225,20 +243,29 @@ def _build(ground: Ground, captures: Captures) -> Parts:
         resident=ground.resident, chunk_elems=blueprint.placement.chunk_elems,
         capture=captures.state, stop_updates=speculator.discard, catch_up=lambda: catch_up(ground),
     )  # fmt: skip
-    names = {id(parameter): name for name, parameter in blueprint.found.parameters.items()}
+    found = blueprint.found.parameters
+    names = {id(parameter): name for name, parameter in found.items()}
     parts = Parts(
         ground, keeper, lent, residency, guard, hooks, stepper, speculator, counts, scale, reader,
-        editor, names,
+        editor, names, captures, _untrained(blueprint),
     )  # fmt: skip
     ground.ledger.lost = lambda units: _lose(parts, units)
     return parts
 
 
-def _engine_called(ground: Ground, guard: ParameterGuard) -> None:
+def _untrained(blueprint: Blueprint) -> set[str]:
+    """Names of the parameters that are frozen, or not and without state in what is resumed."""
+    slots = [slot for unit in blueprint.units for slot in unit.slots]
+    stateless = {slot.tensor.name for slot in slots if not slot.tensor.trainable}
+    found = blueprint.found.parameters.items()
+    return stateless | {name for name, parameter in found if not parameter.requires_grad}
+
+
+def engine_called(parts: Parts) -> None:
     """A forward begins: what an exception left half-way is put right."""
-    guard.loading = None
-    catch_up(ground)
-    ground.ledger.engine_called()
+    parts.guard.loading = None
+    catch_up(parts.ground)
+    parts.ground.ledger.engine_called()
 
 
 def outdate(parts: Parts, units: Collection[int]) -> None:
@@ -319,7 +346,7 @@ def _load(ground: Ground, places: Mapping[str, FilePlace]) -> None:
     """Take the committed generation as it is, or make generation 0 of the model's values."""
     blueprint, small = ground.blueprint, ground.persistent
     units = blueprint.found.units
-    if ground.resumed:
+    if ground.store.committed is not None:
         read_committed(ground.ledger, ground.queue, small)
     else:
         _check_values(blueprint.found.parameters, places)

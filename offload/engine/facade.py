@@ -15,6 +15,7 @@ import os
 import tempfile
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -47,6 +48,7 @@ from offload.engine.rewriting import commit_first
 from offload.engine.run_state import adopt_zero, capture_state, check_state, restore, resume
 from offload.engine.states import check_adam, optimizer_state
 from offload.engine.step import Groups
+from offload.engine.thaw import begin_forward, grow_for, thaw
 from offload.errors import ConfigError, OffloadError, StateError
 from offload.interchange.deepspeed import ZeroCheckpoint
 from offload.interchange.export import export_safetensors
@@ -92,20 +94,11 @@ class OffloadEngine:
         self.optimizer = _make_optimizer(self, choice, blueprint.found.parameters)
         self.global_step = 0
         self.grad_norm: float | None = None
-        self._tracked = tracked = Tracked()
+        self._tracked = Tracked()
         self._micro_steps = 0
         self._saved_groups: list[dict[str, Any]] | None = None
         self._notes = ModelNotes.of(model)
-        me, own = weakref.ref(self), self.optimizer
-        self._parts = connect(
-            blueprint,
-            Captures(
-                lambda: capture_state(_alive(me)),
-                lambda: capture_late(tracked, own.param_groups),
-                Groups(lambda: _alive(me).optimizer.param_groups, lambda group: _names(me, group)),
-            ),
-            places,
-        )
+        self._parts = connect(blueprint, _captures(self), places)
         self._checkpoints = Checkpoints(self._parts)
         self._close = weakref.finalize(self, _close, self._parts, os.getpid(), given.scratch)
         with _undone_on_error(self, given.scratch):
@@ -187,6 +180,7 @@ class OffloadEngine:
         """
         self._check_open()
         _check_writable(self)
+        thaw(self)
         return train_batch(self, batches, loss_fn, order or self.config.order)
 
     # --- reading
@@ -298,9 +292,9 @@ class OffloadEngine:
         """
         self._check_open()
         _check_writable(self)
-        found = self._checkpoints.load(
-            Path(directory), tag, check=lambda state: check_state(self, state)
-        )
+        where, check = Path(directory), partial(check_state, self)
+        grow_for(self, self._checkpoints.trained(where, tag, check=check))
+        found = self._checkpoints.load(where, tag)
         if found is None:
             _LOG.warning("load_checkpoint: no checkpoint in %s, nothing is loaded.", directory)
             return None, {}
@@ -435,6 +429,7 @@ def _undone_on_error(
         if scratch is not None:
             undo.callback(scratch.cleanup)
         undo.push(engine._parts.ground.closing)
+        undo.push(engine._parts.ground.attached)
         undo.callback(engine._close.detach)
         yield
         undo.pop_all()
@@ -462,10 +457,21 @@ def _make_optimizer(
     try:
         return OffloadOptimizer(
             params, _EngineStepper(engine), known=known.values(),
-            rule=choice.rule, defaults=choice.defaults,
+            rule=choice.rule, defaults=choice.defaults, takes_all=choice.params is None,
         )  # fmt: skip
     except (TypeError, ValueError) as error:
         raise ConfigError(f"params: {error}.") from error
+
+
+def _captures(engine: OffloadEngine) -> Captures:
+    """What its parts ask of an engine; they hold it weakly."""
+    me, tracked, own = weakref.ref(engine), engine._tracked, engine.optimizer
+    return Captures(
+        lambda: capture_state(_alive(me)),
+        lambda: capture_late(tracked, own.param_groups),
+        Groups(lambda: _alive(me).optimizer.param_groups, lambda group: _names(me, group)),
+        lambda: begin_forward(_alive(me)),
+    )
 
 
 def _name(engine: OffloadEngine, parameter: nn.Parameter | str) -> str:
@@ -547,6 +553,7 @@ def _close(
         _LOG.error("close: the last step is lost: %s", error)
         parts.ground.ledger.abandon()
     finally:
-        parts.ground.closing.close()
+        with parts.ground.closing:
+            parts.ground.attached.close()
         if scratch is not None:
             scratch.cleanup()

@@ -1,7 +1,7 @@
 """The model is still the one that was taken over: nothing in it would be trained in vain.
 
 a parameter that the engine does not know     added, replaced or resized afterwards
-requires_grad where it was off                no state was reserved
+requires_grad turned on after the forward     no state was reserved, nobody took the gradient
 a small tensor in another storage             model.to(), half(), share_memory() ...
 a present parameter changed in place          outside gathered(): the masters would not know
 """
@@ -13,6 +13,7 @@ from torch import nn
 from offload.engine.connect import Parts
 from offload.errors import StateError
 from offload.runtime.binding import accept_edits, edited
+from offload.runtime.evicted import gradient_of
 
 
 def check_intact(model: nn.Module, parts: Parts) -> None:
@@ -34,11 +35,11 @@ def check_intact(model: nn.Module, parts: Parts) -> None:
                 " it would never be trained. Change the model before making the engine; now:"
                 " export(folder), load the model from it, change it, make a new engine."
             )
-        if names[id(parameter)] not in trainable:
+        if names[id(parameter)] not in trainable and gradient_of(parameter) is not None:
             raise StateError(
-                f"parameter {name!r}: expected it frozen, as when the engine was made, got"
-                " requires_grad=True: no state is reserved for it. Make the engine with"
-                " requires_grad set; it may be turned off and on again afterwards."
+                f"parameter {name!r}: expected it thawed before the model's forward, got a gradient"
+                " of one that was frozen then. Turn requires_grad on between steps, and call the"
+                " whole model."
             )
     _check_in_place(parts)
     _check_unedited(parts)

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from offload.engine.assembly import store_name
 from offload.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -65,12 +64,12 @@ def in_window(engine: OffloadEngine) -> bool:
 
 def name_of(engine: OffloadEngine) -> str:
     """The name under which its store lies; another engine with it has that store."""
-    return store_name(engine._parts.ground.blueprint)
+    return engine._parts.ground.blueprint.name
 
 
 def on_close(engine: OffloadEngine, action: Callable[[], Any]) -> None:
     """Run `action` when `engine` is closed."""
-    engine._parts.ground.closing.callback(action)
+    engine._parts.ground.attached.callback(action)
 
 
 def compute_dtype(engine: OffloadEngine) -> torch.dtype:
@@ -95,4 +94,4 @@ def tracked(engine: OffloadEngine, name: str) -> Any:
 
 def at_close(engine: OffloadEngine, callback: Callable[[], None]) -> None:
     """Call `callback` when the engine is closed."""
-    engine._parts.ground.closing.callback(callback)
+    engine._parts.ground.attached.callback(callback)

@@ -38,10 +38,12 @@ class OffloadOptimizer(torch.optim.Optimizer):
         known: Iterable[nn.Parameter],  # every parameter of the engine's model
         rule: Rule,
         defaults: Mapping[str, Any],  # of a group
+        takes_all: bool = False,  # the first group is for whatever is trained and in no other
     ) -> None:
         self._stepper = stepper
         self._known = {id(parameter) for parameter in known}
         self._rule = rule
+        self._takes_all = takes_all
         super().__init__(params, dict(defaults))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -52,6 +54,16 @@ class OffloadOptimizer(torch.optim.Optimizer):
         except ConfigError:
             self.param_groups.pop()
             raise
+
+    def adopt(self, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+        """Take what becomes trainable into the first group, if that is for all; returns those that
+        are in no group."""
+        known = {id(each) for group in self.param_groups for each in group["params"]}
+        left = [each for each in parameters if id(each) not in known]
+        if not self._takes_all:
+            return left
+        self.param_groups[0]["params"].extend(left)
+        return []
 
     def _check_group(self, index: int) -> None:
         group = self.param_groups[index]

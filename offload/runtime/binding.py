@@ -133,7 +133,7 @@ class BoundUnit:
         if self.presence is Presence.PRESENT:
             for slot, parameter in zip(self.unit.slots, self.parameters, strict=True):
                 hole = self._hole.expand(slot.tensor.shape)
-                _empty(parameter, hole, frozen=not slot.tensor.trainable)
+                _empty(parameter, hole, frozen=not parameter.requires_grad)
                 parameter.__class__ = guard
         self.presence = Presence.EVICTED
 
@@ -156,6 +156,13 @@ def edited(bound: BoundUnit) -> str | None:
     it counts no edits of `p.data`."""
     places = zip(bound.unit.slots, bound.parameters, bound._versions, strict=True)
     return next((s.tensor.name for s, p, before in places if p._version != before), None)
+
+
+def let_go(bound: BoundUnit) -> None:
+    """Of an evicted unit: its parameters are plain, without their data, for whoever binds them."""
+    assert bound.presence is Presence.EVICTED, bound.unit.name
+    for parameter, plain in zip(bound.parameters, bound._classes, strict=True):
+        parameter.__class__ = plain
 
 
 def _empty(parameter: nn.Parameter, hole: torch.Tensor, *, frozen: bool) -> None:

@@ -16,21 +16,22 @@ class Arrivals:
     def __init__(self, bound: BoundUnit) -> None:
         trainable = sum(slot.tensor.trainable for slot in bound.unit.slots)
         self._expected = {1: trainable}  # arrivals of a pass by calls of the unit's modules
+        self.calls = 0  # of the unit's modules in the last forward
         self._count = 0
         self._parameters: set[int] = set()
 
-    def add(self, position: int, *, calls: int) -> bool:
+    def add(self, position: int) -> bool:
         """Count an arrival; True: nothing more is expected."""
         self._count += 1
         self._parameters.add(position)
-        expected = self._expected.get(max(calls, 1))
+        expected = self._expected.get(max(self.calls, 1))
         return self._count == expected and len(self._parameters) == self._expected[1]
 
-    def finish(self, *, calls: int) -> bool:
+    def finish(self) -> bool:
         """End the pass; True: something may have arrived after completion, or never completed."""
         arrived = self._count > 0
-        if arrived and calls > 1 and len(self._parameters) == self._expected[1]:
-            self._expected[calls] = self._count
+        if arrived and self.calls > 1 and len(self._parameters) == self._expected[1]:
+            self._expected[self.calls] = self._count
         self._count = 0
         self._parameters.clear()
         return arrived

@@ -14,7 +14,7 @@ unit.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -42,13 +42,14 @@ class Discovery:
 def discover(
     model: nn.Module, *, persistence_threshold: int, states: StateTable = FP32_MOMENTS,
     state_elems: Callable[[str, tuple[int, ...]], int] | None = None,
-    most_persistent: int | None = None,
+    most_persistent: int | None = None, trained: Collection[str] | None = None,
 ) -> Discovery:  # fmt: skip
     """Partition the parameters of `model`.
 
     Where `states` packs, vectors (norms, biases) and embeddings are plain.  `state_elems(name,
     shape)`: fp32 values of a trainable tensor's states, where `states` are of whole tensors.
     `most_persistent`: elements that small tensors may have together; the first ones count.
+    `trained`: names of the parameters that have state; None: those with requires_grad.
     """
     parameters, left_alone = divide(model)
     roots = _block_names(model, persistence_threshold)
@@ -60,7 +61,8 @@ def discover(
     small_are_fp32 = any(parameters[name].numel() < persistence_threshold for name in fp32)
     for name, parameter in parameters.items():
         plain = states.packs and (parameter.dim() < 2 or id(parameter) in embeddings)
-        shape, trainable = tuple(parameter.shape), parameter.requires_grad
+        shape = tuple(parameter.shape)
+        trainable = parameter.requires_grad if trained is None else name in trained
         elems = state_elems(name, shape) if state_elems and trainable else 0
         spec = TensorSpec(
             name, shape, trainable, plain, elems, fp32=name in fp32, tied=holders[id(parameter)] > 1

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from typing import Any, NoReturn, Protocol
 
@@ -55,9 +55,11 @@ class Hooks:
     def __init__(
         self, model: nn.Module, needs: Sequence[tuple[nn.Module, tuple[int, ...]]],
         residency: Residency, keeper: GradientKeeper, *,
-        persistent: BoundUnit | None, before_forward: Callable[[], None],
+        persistent: BoundUnit | None, before_forward: Callable[[], Hooks],
         listener: BackwardListener,
     ) -> None:  # fmt: skip
+        """`before_forward()` returns who goes on with the forward: these hooks, or others that
+        have replaced them."""
         self._layers: LayerMajor | None = None  # of a step in layer-major order
         self._residency = residency
         self._keeper = keeper
@@ -68,7 +70,7 @@ class Hooks:
         self._views = SavedViews(residency.present, self._bring_back)
         self._passes = Passes()
         self._arrived = [Arrivals(bound) for bound in residency.bound]
-        self._calls = [0] * len(residency.bound)  # of each unit's modules in this forward
+        self.live = self  # who answers to these hooks while a forward runs that has replaced them
         self._handles: list[Any] = []
         self._install(model, needs)
 
@@ -83,19 +85,19 @@ class Hooks:
         keep = self._handles.append
         # The root's pre-hook must run before that of a unit whose module is the root.
         for module, units in needs:
-            enter, leave = _Eager(partial(self._enter, units)), _Eager(partial(self._leave, units))
+            enter, leave = _Eager(self, Hooks._enter, units), _Eager(self, Hooks._leave, units)
             keep(module.register_forward_pre_hook(enter, prepend=True))
             keep(module.register_forward_hook(leave, always_call=True))
         for whole in whole_models(model):
-            keep(whole.register_forward_pre_hook(_Eager(self._enter_root), prepend=True))
-            keep(whole.register_forward_hook(_Eager(self._leave_root), always_call=True))
+            keep(whole.register_forward_pre_hook(_Eager(self, Hooks._enter_root), prepend=True))
+            keep(whole.register_forward_hook(_Eager(self, Hooks._leave_root), always_call=True))
             if generates(whole):
                 keep(Followed(whole, partial(_generating, self)))
         for index, bound in enumerate(self._residency.bound):
-            for position, parameter in enumerate(bound.parameters):
-                if parameter.requires_grad:
+            for position, slot in enumerate(bound.unit.slots):
+                if slot.tensor.trainable:
                     hook = partial(self._accumulated, index, position)
-                    keep(parameter.register_post_accumulate_grad_hook(hook))
+                    keep(_when_accumulated(bound.parameters[position], hook))
 
     # --- forward
 
@@ -107,9 +109,12 @@ class Hooks:
         phase, goes_on = self._passes.next(grad=grad)
         if not goes_on:
             _begin(self, phase)
+        live = self.live
+        if live is not self:
+            live._passes.enter()
         if grad:
-            self._residency.by_layers = False
-            self._views.push()
+            live._residency.by_layers = False
+            live._views.push()
 
     def _leave_root(self, module: nn.Module, args: Any, output: Any) -> None:
         if not self._passes.leave() or self._layers or _inside_backward():
@@ -123,7 +128,7 @@ class Hooks:
         if self._layers and not again:
             self._layers.enter(units)
         for index in units:
-            self._calls[index] += not again
+            self._arrived[index].calls += not again
             self._residency.use(index)
         if self._layers and again:
             self._layers.begin_again(module, args)
@@ -161,7 +166,7 @@ class Hooks:
         self._begin_backward()
         if self._layers is not None:
             self._layers.refuse(self._residency.bound[index], position)
-        if self._arrived[index].add(position, calls=self._calls[index]):
+        if self._arrived[index].add(position):
             self._complete(index)
 
     def _complete(self, index: int) -> None:
@@ -176,8 +181,10 @@ class Hooks:
     ) -> list[torch.Tensor]:
         """Run the forwards of a step's micro-batches unit by unit; `calls` return their losses."""
         self.abort()
-        self._before_forward()
-        self._calls = [0] * len(self._calls)
+        live = self._before_forward()
+        if live is not self:
+            return live.forward_by_layers(model, calls, seeds)
+        _forget_calls(self._arrived)
         self._residency.begin(Phase.FORWARD)
         self._residency.by_layers = True
         self._layers = LayerMajor(
@@ -198,7 +205,7 @@ class Hooks:
             self._layers.finish()
             self._layers = None
         for index, arrived in enumerate(self._arrived):
-            if arrived.finish(calls=self._calls[index]):
+            if arrived.finish():
                 self._complete(index)
         if self._persistent is not None:
             self._keeper.take(self._persistent)
@@ -224,9 +231,32 @@ def recover(hooks: Hooks) -> None:
 def _begin(hooks: Hooks, phase: Phase) -> None:
     """Begin a pass of a whole model, whatever the last one left."""
     recover(hooks)
-    hooks._before_forward()
-    hooks._calls = [0] * len(hooks._calls)
-    hooks._residency.begin(phase)
+    hooks.live = live = hooks._before_forward()
+    _forget_calls(live._arrived)
+    live._residency.begin(phase)
+
+
+def _forget_calls(arrived: Sequence[Arrivals]) -> None:
+    for each in arrived:
+        each.calls = 0
+
+
+def watch(hooks: Hooks, parameters: Collection[int]) -> None:
+    """Take the gradients of these, by identity: an eviction may have lost a frozen one's hook."""
+    for index, bound in enumerate(hooks._residency.bound):
+        for position, parameter in enumerate(bound.parameters):
+            if id(parameter) in parameters and not parameter._post_accumulate_grad_hooks:
+                hook = partial(hooks._accumulated, index, position)
+                hooks._handles.append(_when_accumulated(parameter, hook))
+
+
+def _when_accumulated(parameter: nn.Parameter, hook: Callable[[torch.Tensor], None]) -> Any:
+    """Register `hook`, of one that is frozen now too: it stays when that changes."""
+    frozen = not parameter.requires_grad
+    parameter.requires_grad_(True)
+    handle = parameter.register_post_accumulate_grad_hook(hook)
+    parameter.requires_grad_(not frozen)
+    return handle
 
 
 def _end(hooks: Hooks) -> None:
@@ -247,6 +277,7 @@ def _generating(hooks: Hooks) -> Iterator[None]:
         yield
         return
     _begin(hooks, Phase.PROMPT)
+    hooks = hooks.live
     hooks._passes.begin_generate()
     try:
         yield
@@ -268,12 +299,18 @@ def _watch(output: Any, action: Callable[[], None]) -> None:
 class _Eager:
     """A hook that torch.compile calls and does not look into; it stays with its module."""
 
-    def __init__(self, hook: Callable[..., None]) -> None:
-        self.__wrapped__ = hook
-        self._call: Callable[..., None] = torch.compiler.disable(hook)
+    def __init__(self, hooks: Hooks, hook: Callable[..., None], *args: Any) -> None:
+        """Call `hook(hooks.live, *args, ...)`."""
+        self._hooks = hooks
+        self._hook = hook
+        self._args = args
+        self._call: Callable[..., None] = torch.compiler.disable(self._run)
 
     def __call__(self, *args: Any) -> None:
         self._call(*args)
+
+    def _run(self, *args: Any) -> None:
+        self._hook(self._hooks.live, *self._args, *args)
 
     def __reduce_ex__(self, proto: Any) -> NoReturn:
         raise StateError(
@@ -288,5 +325,4 @@ def _inside_backward() -> bool:
 
 def is_hooked(model: nn.Module) -> bool:
     """True when an open engine holds this model."""
-    hooks = (getattr(hook, "__wrapped__", hook) for hook in model._forward_pre_hooks.values())
-    return any(isinstance(getattr(hook, "__self__", None), Hooks) for hook in hooks)
+    return any(isinstance(hook, _Eager) for hook in model._forward_pre_hooks.values())

@@ -249,18 +249,18 @@ class UnitArrivals:
 
     def add(self, index: int, position: int) -> bool:
         """Count a gradient of micro-batch `index`; True: nothing more is expected of any."""
-        if self._arrivals[index].add(position, calls=self.calls[index]):
+        arrivals = self._arrivals[index]
+        arrivals.calls = self.calls[index]
+        if arrivals.add(position):
             self._whole.add(index)
             return len(self._whole) == len(self._arrivals)
         return False
 
     def finish(self) -> bool:
         """End the pass; True: something arrived and is not handed over yet, or came late."""
-        ends = [
-            arrivals.finish(calls=calls)
-            for arrivals, calls in zip(self._arrivals, self.calls, strict=True)
-        ]
-        return any(ends)
+        for arrivals, calls in zip(self._arrivals, self.calls, strict=True):
+            arrivals.calls = calls
+        return any([arrivals.finish() for arrivals in self._arrivals])
 
 
 def _call_of(module: nn.Module, args: Any) -> tuple[int, int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -66,7 +66,9 @@ class Epochs:
 class Run:
     """The model, its engine, a scheduler, the data."""
 
-    def __init__(self, path: Path, *, seed: int = 0, model: type = Noisy, **settings: Any) -> None:
+    def __init__(
+        self, path: Path, *, seed: int = 0, model: Callable[..., Any] = Noisy, **settings: Any
+    ) -> None:
         path.mkdir(parents=True, exist_ok=True)
         self.path = path
         module = models.build(model, seed=seed)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import models
@@ -195,7 +196,7 @@ def test_another_model_over_a_named_store_shows_the_difference_and_the_ways_out(
 ) -> None:
     folder = stopped(tmp_path / "store", name="mine")
     before = content(folder)
-    for options in ({"model": models.Decoder}, {"dtype": "float32"}):
+    for options in ({"model": partial(models.Decoder, width=32)}, {"dtype": "float32"}):
         with pytest.raises(StoreError, match=r"expected .*, got .*--fresh") as error:
             Run(tmp_path / "store", name="mine", resume=True, **options)
         assert "was made for another model or other settings" in str(error.value)

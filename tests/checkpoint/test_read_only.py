@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import models
@@ -117,7 +118,8 @@ def test_another_model_or_no_store_is_refused(tmp_path: Path) -> None:
     (tmp_path / "store").mkdir()
     with pytest.raises(StoreError, match="got none"), reading(tmp_path / "store"):
         pass
-    with running(tmp_path / "store", name="mine", model=models.Decoder) as run:
+    other = partial(models.Decoder, width=32)
+    with running(tmp_path / "store", name="mine", model=other) as run:
         run.steps(1)
         with (
             pytest.raises(StoreError, match="another model or other settings"),

@@ -114,12 +114,12 @@ class Resized(zoo.Small):
         resize(self, 70)
 
 
-def test_what_was_frozen_cannot_be_thawed_without_a_word(tmp_path):
+def test_what_was_frozen_and_is_in_no_group_cannot_be_thawed_without_a_word(tmp_path):
     case = dataclasses.replace(CASE, frozen=("blocks.1.",))
     with case.engine(tmp_path) as engine:
         one_step(engine)
         engine.module.blocks[1].requires_grad_(True)
-        with pytest.raises(StateError, match=r"blocks\.1\..*no state is reserved"):
+        with pytest.raises(StateError, match=r"blocks\.1\..*expected it in a parameter group"):
             engine(*CASE.batches(1)[0])
         engine.module.blocks[1].requires_grad_(False)
         one_step(engine, 1)
