@@ -61,6 +61,7 @@ def test_a_reader_notices_that_the_owner_went_on(tmp_path: Path) -> None:
     with running(tmp_path / "store") as run:
         run.steps(3)
         expected = evaluate(run.engine)
+        masters(run.engine)  # waits until the third step is committed
         with reading(tmp_path / "store") as reader:
             assert evaluate(reader) == expected
             run.steps(1)
