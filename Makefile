@@ -12,15 +12,22 @@ PYTEST  = $(BIN)/python -m pytest
 CHECKED := aio offload tests benchmarks examples setup.py
 
 # Threads that wait for one another sleep instead of spinning: on a busy machine that is several times faster.
-demo test test-all check asan tsan: export OMP_WAIT_POLICY ?= passive
+demo test test-parity test-others test-all check asan tsan: export OMP_WAIT_POLICY ?= passive
 
-.PHONY: demo test test-all check bench asan tsan clean
+.PHONY: demo test test-parity test-others test-all check bench asan tsan clean
 
 demo: $(VENV)/.ready-bench
 	$(BIN)/python examples/demo.py
 
+# Two processes, since tests wait for drives half of the time; each one's output comes in one piece.
 test: $(VENV)/.ready-test
-	$(PYTEST) -m "not slow"
+	@$(MAKE) --no-print-directory -j2 --output-sync=target test-parity test-others
+
+test-parity:
+	$(PYTEST) -m "not slow" tests/parity
+
+test-others:
+	$(PYTEST) -m "not slow" --ignore=tests/parity
 
 test-all: $(VENV)/.ready-test
 	$(PYTEST) --timeout=1800
