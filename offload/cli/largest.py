@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from offload.engine.assembly import Blueprint, alive_steps
+from offload.engine.blueprint import Blueprint, alive_steps
 from offload.errors import BudgetError
 from offload.partition.unit import Unit
 from offload.schedule.device import device_least_bytes

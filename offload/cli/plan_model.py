@@ -21,7 +21,7 @@ from offload.cli.largest import Limits, largest
 from offload.cli.models import Made, make, products_of
 from offload.cli.outlook import TERABYTE, Budgets, Drive, Outlook
 from offload.config import ORDERS, PLACES, STATE_DTYPES, make_config
-from offload.engine.assembly import (
+from offload.engine.blueprint import (
     Blueprint,
     alive_steps,
     default_host_memory,

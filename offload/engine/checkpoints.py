@@ -20,7 +20,7 @@ from offload.checkpoint.regroup import (
 )
 from offload.checkpoint.save import Content, Saver, Saving
 from offload.engine import standstill
-from offload.engine.assembly import describe_layout
+from offload.engine.blueprint import describe_layout
 from offload.engine.connect import Parts
 from offload.engine.generation import decode, encode
 from offload.engine.rewriting import commit_rewritten

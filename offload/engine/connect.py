@@ -17,7 +17,8 @@ import torch
 from torch import nn
 
 import aio
-from offload.engine.assembly import Blueprint, HostMemory, divide, kernel_threads, open_store
+from offload.engine.assembly import HostMemory, divide, kernel_threads, open_store
+from offload.engine.blueprint import Blueprint
 from offload.engine.drives import open_queue
 from offload.engine.editor import Editor
 from offload.engine.ledger import Ledger

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from offload import kernels
-from offload.engine.assembly import state_bytes
+from offload.engine.blueprint import state_bytes
 from offload.engine.connect import Parts
 from offload.engine.left_out import left_out
 from offload.partition.unit import Unit

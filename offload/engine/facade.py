@@ -24,7 +24,7 @@ from torch import nn
 
 from offload.checkpoint.save import Saving
 from offload.config import EngineConfig, make_config, parse_bytes
-from offload.engine.assembly import Blueprint, plan
+from offload.engine.blueprint import Blueprint, plan
 from offload.engine.checkpoints import Checkpoints
 from offload.engine.configured import configure, store_folder
 from offload.engine.connect import Captures, Parts, catch_up, connect, outdate, take_over

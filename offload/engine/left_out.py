@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from offload.engine.assembly import Blueprint
+from offload.engine.blueprint import Blueprint
 
 
 def left_out(blueprint: Blueprint) -> tuple[str, ...]:

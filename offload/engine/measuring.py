@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import aio
-from offload.engine.assembly import Blueprint
+from offload.engine.blueprint import Blueprint
 from offload.metrics import Metrics
 from offload.metrics.bound import Flow, Machine
 from offload.metrics.lines import MetricsFile, WallClock

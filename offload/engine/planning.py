@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from offload.engine.assembly import Blueprint, spill_bytes
+from offload.engine.blueprint import Blueprint, spill_bytes
 from offload.engine.connect import Parts
 from offload.engine.left_out import left_out
 from offload.metrics.bound import Rates

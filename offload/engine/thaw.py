@@ -24,7 +24,8 @@ import torch
 from offload.checkpoint.load import Checkpoint
 from offload.checkpoint.regroup import regroup_into
 from offload.engine import standstill
-from offload.engine.assembly import Blueprint, create_store, default_host_memory, plan
+from offload.engine.assembly import create_store
+from offload.engine.blueprint import Blueprint, default_host_memory, plan
 from offload.engine.checkpoints import Checkpoints
 from offload.engine.connect import Opened, Parts, connect, engine_called, take_over
 from offload.engine.loading_dict import StateDictLoading

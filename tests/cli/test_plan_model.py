@@ -17,7 +17,7 @@ from offload.cli import plan, plan_model, probe
 from offload.cli.largest import Largest, Limits, _search, largest, obstacle
 from offload.cli.models import expert_share, make, num_params_of, products_of
 from offload.config import make_config
-from offload.engine.assembly import plan as decide
+from offload.engine.blueprint import plan as decide
 from offload.errors import BudgetError, ConfigError
 from offload.optim.choice import choose
 from offload.profile import FILE_NAME, Profile, encode, load

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from offload import OffloadEngine
-from offload.engine import assembly
+from offload.engine import blueprint as decisions
 from offload.engine.planning import PlanOnly
 
 
@@ -22,7 +22,7 @@ def decided(tmp_path, monkeypatch, **settings):
     """The blueprint, and the plan made of it."""
     found = []
     monkeypatch.setattr(
-        "offload.engine.facade.plan", lambda *args: found.append(assembly.plan(*args)) or found[0]
+        "offload.engine.facade.plan", lambda *args: found.append(decisions.plan(*args)) or found[0]
     )
     with pytest.raises(PlanOnly) as told:
         OffloadEngine(
@@ -33,9 +33,9 @@ def decided(tmp_path, monkeypatch, **settings):
 
 
 def test_a_gpu_without_a_number_is_the_current_one_on_every_thread(gpu):
-    assert assembly._indexed(torch.device("cuda")) == torch.device("cuda", 3)
-    assert assembly._indexed(torch.device("cuda", 1)) == torch.device("cuda", 1)
-    assert assembly._indexed(torch.device("cpu")) == torch.device("cpu")
+    assert decisions._indexed(torch.device("cuda")) == torch.device("cuda", 3)
+    assert decisions._indexed(torch.device("cuda", 1)) == torch.device("cuda", 1)
+    assert decisions._indexed(torch.device("cpu")) == torch.device("cpu")
 
 
 def test_a_gpu_gets_landing_slots_and_most_of_its_memory(gpu, tmp_path, monkeypatch):
@@ -53,7 +53,7 @@ def test_a_gpu_gets_landing_slots_and_most_of_its_memory(gpu, tmp_path, monkeypa
 def test_updates_leave_a_processor_to_whoever_feeds_the_gpu(
     overlap, beside, gpu, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(assembly.Processors, "usable", 4)
+    monkeypatch.setattr(decisions.Processors, "usable", 4)
     blueprint, _ = decided(tmp_path, monkeypatch, overlap=overlap)
     assert blueprint.threads.update == (3 if beside else 4)
     assert (blueprint.threads.update_nice > 0) is beside

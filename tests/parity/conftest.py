@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from scripted_streams import ScriptedStreams
 
-from offload.engine import assembly, connect
+from offload.engine import blueprint, connect
 from offload.runtime.binding import BoundUnit
 from offload.runtime.device import StreamDevice
 
@@ -25,7 +25,7 @@ def scripted(monkeypatch):
             real(bound)
 
         monkeypatch.setattr(connect, "make_device", make_device)
-        monkeypatch.setattr(assembly, "has_own_memory", lambda device: True)
+        monkeypatch.setattr(blueprint, "has_own_memory", lambda device: True)
         monkeypatch.setattr(BoundUnit, "end_fill", end_fill)
         return made
 
