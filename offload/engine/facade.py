@@ -14,7 +14,7 @@ import logging
 import os
 import tempfile
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
@@ -27,7 +27,7 @@ from offload.config import EngineConfig, make_config, parse_bytes
 from offload.engine.blueprint import Blueprint, plan
 from offload.engine.checkpoints import Checkpoints
 from offload.engine.configured import configure, store_folder
-from offload.engine.connect import Captures, Parts, catch_up, connect, outdate, take_over
+from offload.engine.connect import Captures, Parts, connect, take_over
 from offload.engine.describe import describe
 from offload.engine.exporting import exportable
 from offload.engine.generation import (
@@ -41,13 +41,13 @@ from offload.engine.importing import import_zero
 from offload.engine.intact import check_intact
 from offload.engine.loading_dict import StateDictLoading
 from offload.engine.micro_batches import train_batch
-from offload.engine.outer_loop import end_step
 from offload.engine.planning import PlanOnly, current_plan, first_plan
 from offload.engine.reader import current
 from offload.engine.rewriting import commit_first
 from offload.engine.run_state import adopt_zero, capture_state, check_state, restore, resume
 from offload.engine.states import check_adam, optimizer_state
 from offload.engine.step import Groups
+from offload.engine.stepping import EngineStepper, alive, check_writable
 from offload.engine.thaw import begin_forward, grow_for, thaw
 from offload.errors import ConfigError, OffloadError, StateError
 from offload.interchange.deepspeed import ZeroCheckpoint
@@ -58,7 +58,7 @@ from offload.metrics import Metrics
 from offload.optim.choice import Choice, choose
 from offload.optim.loss_scale import LossScale
 from offload.optim.optimizer import OffloadOptimizer
-from offload.runtime.hooks import is_hooked, recover
+from offload.runtime.hooks import is_hooked
 from offload.runtime.source import LoadedModel, unpack
 from offload.schedule.plan import Plan
 
@@ -140,7 +140,7 @@ class OffloadEngine:
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         """Backward of one micro-step; divides by `gradient_accumulation_steps`."""
         self._check_open()
-        _check_writable(self)
+        check_writable(self)
         steps = self.config.gradient_accumulation_steps
         self._parts.hooks.last_micro_step = self._micro_steps + 1 >= steps
         try:
@@ -179,7 +179,7 @@ class OffloadEngine:
         the engine's setting of this name.
         """
         self._check_open()
-        _check_writable(self)
+        check_writable(self)
         thaw(self)
         return train_batch(self, batches, loss_fn, order or self.config.order)
 
@@ -273,7 +273,7 @@ class OffloadEngine:
         Raises StoreError where there is no space; training can go on.
         """
         self._check_open()
-        _check_writable(self)
+        check_writable(self)
         if self._parts.lent.has_gradients:
             _LOG.warning("save_checkpoint: gradients since the last step are not saved.")
         return self._checkpoints.save(
@@ -291,7 +291,7 @@ class OffloadEngine:
         Raises StoreError or StoreCorrupt, with the engine unchanged, where it does not fit.
         """
         self._check_open()
-        _check_writable(self)
+        check_writable(self)
         where, check = Path(directory), partial(check_state, self)
         grow_for(self, self._checkpoints.trained(where, tag, check=check))
         found = self._checkpoints.load(where, tag)
@@ -308,7 +308,7 @@ class OffloadEngine:
         wrote it; hyper-parameters, schedules and random numbers stay this engine's.
         """
         self._check_open()
-        _check_writable(self)
+        check_writable(self)
         check_adam(self._parts)
         checkpoint = ZeroCheckpoint.open(Path(directory), tag)
         import_zero(
@@ -364,62 +364,6 @@ def leave_settings_open(engine: OffloadEngine) -> None:
     store.commit(sides={}, generation=store.committed.generation, payload=payload)
 
 
-class _EngineStepper:
-    """What the optimizer calls; holds its engine weakly, or neither would ever be freed."""
-
-    def __init__(self, engine: OffloadEngine) -> None:
-        self._engine = weakref.ref(engine)
-
-    def step(self) -> None:
-        engine = _alive(self._engine)
-        engine._check_open()
-        try:
-            self._step(engine)
-        finally:
-            end_step(engine)
-
-    def _step(self, engine: OffloadEngine) -> None:
-        _check_writable(engine)
-        parts = engine._parts
-        parts.editor.check_closed("step()")
-        check_intact(engine.module, parts)
-        engine._checkpoints.saver.poll()
-        recover(parts.hooks)
-        parts.residency.discard_prefetches()
-        parts.residency.evict_unused()
-
-        def capture() -> dict[str, Any]:
-            engine.global_step += 1
-            return capture_state(engine)
-
-        def submitted(units: Collection[int]) -> None:
-            engine._micro_steps = 0
-            outdate(parts, units)
-
-        with parts.ground.metrics.phase("step"):
-            order = parts.residency.order()
-            outcome = parts.stepper.step(
-                parts.speculator, order=order, capture=capture, submitted=submitted
-            )  # fmt: skip
-            catch_up(parts.ground)
-        engine.grad_norm = outcome.grad_norm
-        if outcome.skipped:
-            _LOG.warning(
-                "step skipped: a gradient is not finite (%d so far)%s.", engine.skipped_steps,
-                f"; loss scale {engine.scale.value:g}" if engine.scale.enabled else "",
-            )  # fmt: skip
-        parts.ground.metrics.close_step(engine.global_step)
-
-    def zero_grad(self, *, set_to_none: bool) -> None:
-        engine = _alive(self._engine)
-        engine._micro_steps = 0
-        recover(engine._parts.hooks)  # or the next forward would take what is dropped here
-        engine._parts.speculator.discard()
-        engine._parts.lent.clear(zeros=not set_to_none)
-        engine._parts.scale.forget()
-        end_step(engine)
-
-
 @contextlib.contextmanager
 def _undone_on_error(
     engine: OffloadEngine, scratch: tempfile.TemporaryDirectory[str] | None
@@ -456,7 +400,7 @@ def _make_optimizer(
             )
     try:
         return OffloadOptimizer(
-            params, _EngineStepper(engine), known=known.values(),
+            params, EngineStepper(engine), known=known.values(),
             rule=choice.rule, defaults=choice.defaults, takes_all=choice.params is None,
         )  # fmt: skip
     except (TypeError, ValueError) as error:
@@ -467,10 +411,10 @@ def _captures(engine: OffloadEngine) -> Captures:
     """What its parts ask of an engine; they hold it weakly."""
     me, tracked, own = weakref.ref(engine), engine._tracked, engine.optimizer
     return Captures(
-        lambda: capture_state(_alive(me)),
+        lambda: capture_state(alive(me)),
         lambda: capture_late(tracked, own.param_groups),
-        Groups(lambda: _alive(me).optimizer.param_groups, lambda group: _names(me, group)),
-        lambda: begin_forward(_alive(me)),
+        Groups(lambda: alive(me).optimizer.param_groups, lambda group: _names(me, group)),
+        lambda: begin_forward(alive(me)),
     )
 
 
@@ -494,23 +438,8 @@ def _select(engine: OffloadEngine, parameters: Any) -> list[str]:
 
 
 def _names(me: weakref.ref[OffloadEngine], group: Mapping[str, Any]) -> list[str]:
-    names = _alive(me)._parts.names_by_id
+    names = alive(me)._parts.names_by_id
     return [names[id(parameter)] for parameter in group["params"]]
-
-
-def _alive(engine: weakref.ref[OffloadEngine]) -> OffloadEngine:
-    found = engine()
-    if found is None:
-        raise StateError("engine: expected an open engine, got one that is gone. Keep a reference.")
-    return found
-
-
-def _check_writable(engine: OffloadEngine) -> None:
-    if engine.config.read_only:
-        raise StateError(
-            "engine: expected one that may train, got one opened with read_only=True."
-            " Open the store without it, when the job that owns it has ended."
-        )
 
 
 @contextlib.contextmanager
